@@ -46,6 +46,7 @@ class StepResult:
     effective: i32[B], number of executed actions that changed the state.
     done: bool[B], whether the game is over; also True if its environment failed.
     success: bool[B], whether the game is over and won.
+    metrics: the environments' own measurements, by name, for each row: sums over the executed actions.
   """
 
   rewards: list[tuple[float, ...]]
@@ -53,6 +54,7 @@ class StepResult:
   effective: np.ndarray
   done: np.ndarray
   success: np.ndarray
+  metrics: list[dict[str, float]]
 
   @property
   def reward(self) -> np.ndarray:
@@ -218,13 +220,13 @@ class EnvStateManager:
   def step(self, actions: list[list[Any]]) -> StepResult:
     """Executes a turn's parsed actions; rows without actions have an empty list."""
     parts = [pool.step(actions[self._slices[i]]) for i, pool in self.pools.items()]
-    rewards, executed, effective = zip(*parts, strict=True)
     return StepResult(
-      rewards=[own for part in rewards for own in part],
-      executed=np.concatenate(executed),
-      effective=np.concatenate(effective),
+      rewards=[own for part in parts for own in part.rewards],
+      executed=np.concatenate([part.executed for part in parts]),
+      effective=np.concatenate([part.effective for part in parts]),
       done=np.concatenate([p.done for p in self.pools.values()]),
       success=np.concatenate([p.success for p in self.pools.values()]),
+      metrics=[own for part in parts for own in part.metrics],
     )
 
   def render(self) -> list[Observation]:

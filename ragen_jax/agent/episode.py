@@ -116,6 +116,7 @@ class Turn:
     chat: the conversation up to the reply; only in pictured rows of speakers without tokens.
     sections: innermost tag -> its text; empty if the reply is not of its form.
     scenes: the states before and after the turn, if the reply should describe one of them.
+    metrics: the environment's own measurements, by name: sums over the executed actions.
     reply_reward: the rewards for the form of the reply and for described states. They are not part of `score`.
   """
 
@@ -135,6 +136,7 @@ class Turn:
   chat: Chat | None = None
   sections: Mapping[str, str] = dataclasses.field(default_factory=dict)
   scenes: tuple[Scene, Scene] | None = None
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   reply_reward: ReplyReward = NO_REWARD
 
   @property

@@ -141,6 +141,7 @@ class EpisodeLog:
         chat=chats.get(row),
         sections=read.sections.texts,
         scenes=(scenes[row], self._scenes[row]) if row in scenes else None,
+        metrics=result.metrics[row],
         reply_reward=score_turn(read.sections, read.known, scenes.get(row), self._scenes.get(row), self.limits.replies),
       )
       self.episodes[row].turns.append(turn)

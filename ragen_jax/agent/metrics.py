@@ -81,6 +81,8 @@ METRICS = {
   'no_reply': EpisodeMetric(lambda e: sum(not t.answered for t in e.turns), _num_turns, is_share=True),
   'response_length': EpisodeMetric(lambda e: sum(t.tokens for t in e.turns), _one),
 }
+# Names of the metrics of a tag, which those that its environment reports cannot have.
+NAMES = frozenset({*METRICS, 'optimal', 'fraction_of_optimal'})
 # Metrics of the form of replies and of the descriptions in them.
 OF_REPLIES = ('format_correct', 'observation_score', 'prediction_score', 'state_reward')
 _EVALUATION_ONLY = ('no_reply', 'response_length')
@@ -100,6 +102,16 @@ def k_values(group_size: int) -> list[int]:
   return sorted({2**i for i in range(group_size.bit_length())} | {group_size})
 
 
+def _reported(name: str) -> EpisodeMetric:
+  """A metric that an environment reports: of an episode, the sum over its actions, 0 if it reports nothing."""
+  return EpisodeMetric(lambda e: math.fsum(t.metrics.get(name, 0.0) for t in e.turns), _one)
+
+
+def is_reported(name: str) -> bool:
+  """Whether a metric of `metric_rows` or of `evaluation.intervals` is one that an environment reports."""
+  return name not in NAMES and not name.startswith('pass@')
+
+
 def metric_rows(episodes: Sequence[Episode], group_size: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   """Numerators and denominators of every metric.
 
@@ -107,10 +119,12 @@ def metric_rows(episodes: Sequence[Episode], group_size: int) -> dict[str, tuple
 
   Returns:
     Name -> (numerators, denominators), f64[levels, G] each; f64[levels, 1] for `pass@k`, which is a property of a
-    level. `env_errors` is included for environments outside JAX, and if an environment failed.
+    level. `env_errors` is included for environments outside JAX, and if an environment failed. Metrics that the
+    environment reports are included if it did so in one of the episodes, in the order of their names.
   """
   rows = {}
-  for name, metric in METRICS.items():
+  reported = sorted({name for e in episodes for turn in e.turns for name in turn.metrics})
+  for name, metric in (METRICS | {name: _reported(name) for name in reported}).items():
     if not metric.applies(episodes[0]):
       continue
     parts = ([part(e) for e in episodes] for part in (metric.numerator, metric.denominator))
@@ -125,7 +139,7 @@ def metric_rows(episodes: Sequence[Episode], group_size: int) -> dict[str, tuple
 
 def is_share(name: str) -> bool:
   """Whether a metric of `metric_rows` lies between 0 and 1."""
-  return name.startswith('pass@') or METRICS[name].is_share
+  return name.startswith('pass@') or (name in METRICS and METRICS[name].is_share)
 
 
 def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> dict[str, float]:
@@ -137,7 +151,8 @@ def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> di
     actions), `.../truncated` (share of episodes that ran out of turns, actions or context), and, for environments
     outside JAX or if an environment failed, `.../env_errors` (share of episodes whose environment failed).
     `.../format_correct` (share of replies that are of their form), if replies have one; if they describe states,
-    `.../observation_score`, `.../prediction_score` and `.../state_reward` (mean over episodes).
+    `.../observation_score`, `.../prediction_score` and `.../state_reward` (mean over episodes). `.../NAME` for each
+    metric that the environment reports (mean over episodes of the sum over an episode's actions).
   """
   metrics = {}
   left_out = {*_EVALUATION_ONLY, *(f'pass@{k}' for k in k_values(group_size)[:-1])}

@@ -10,15 +10,16 @@ import abc
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ragen_jax.agent import metrics as episode_metrics
 from ragen_jax.agent.image_observations import check_images, tile_of, with_images
 from ragen_jax.agent.segments import Observation
-from ragen_jax.envs.outside.base import read_observation, read_reward, read_step
+from ragen_jax.envs.outside.base import TextStep, read_observation, read_reward, read_step
 from ragen_jax.envs.outside.images import ImageObservation
 from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
@@ -39,6 +40,15 @@ def make_pool(spec: EnvSpec, rows: int, group_size: int, processor: ProcessorCon
   """
   kind = OutsidePool if spec.env.is_outside else JaxPool
   return kind(spec, rows, group_size, processor)
+
+
+class PoolStep(NamedTuple):
+  """The outcome of a turn's actions for the rows of a pool; the fields are those of `env_manager.StepResult`."""
+
+  rewards: list[tuple[float, ...]]
+  executed: np.ndarray
+  effective: np.ndarray
+  metrics: list[dict[str, float]]
 
 
 class Pool(abc.ABC):
@@ -81,12 +91,8 @@ class Pool(abc.ABC):
     """Starts fresh episodes, from i64[rows] seeds of the levels and i64[rows] numbers of the rows in their groups."""
 
   @abc.abstractmethod
-  def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
-    """Executes each row's actions of a turn.
-
-    Returns the rewards of the executed actions, one tuple for each row; i32[rows], the number of executed actions;
-    i32[rows], the number of these that changed the state.
-    """
+  def step(self, actions: list[list[Any]]) -> PoolStep:
+    """Executes each row's actions of a turn."""
 
   @abc.abstractmethod
   def render(self) -> list[Observation]:
@@ -212,13 +218,13 @@ class JaxPool(Pool):
     """The states, with NumPy leaves [rows, ...], that `step` would lead to; the pool does not change."""
     return jax.device_get(self._stepped(actions)[0])
 
-  def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
+  def step(self, actions: list[list[Any]]) -> PoolStep:
     results = self._stepped(actions)
     self._device_states = results[0]
     self.states, table, executed, effective = jax.device_get(results)
     self.used = self.used + executed
     rewards = [tuple(own[:n]) for own, n in zip(table.tolist(), executed.tolist(), strict=True)]
-    return self._contain(rewards), executed, effective
+    return PoolStep(self._contain(rewards), executed, effective, [{} for _ in rewards])
 
   def _contain(self, rewards: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """The rewards, with zeros for turns that have an unusable reward; the episodes of such turns end as errors."""
@@ -316,8 +322,9 @@ class OutsidePool(Pool):
         message = 'envs.%s, level %d: first observations differ within a group; equal seeds must give equal ones'
         self._warn('members', message, self.spec.tag, seeds[row])
 
-  def step(self, actions: list[list[Any]]) -> tuple[list[tuple[float, ...]], np.ndarray, np.ndarray]:
+  def step(self, actions: list[list[Any]]) -> PoolStep:
     rewards: list[list[float]] = [[] for _ in range(self.rows)]
+    metrics: list[dict[str, float]] = [{} for _ in range(self.rows)]
     effective = np.zeros((self.rows,), np.int32)
     form = self.spec.env.image_form
     # The rows play their first actions, then their second, and so on.
@@ -331,17 +338,20 @@ class OutsidePool(Pool):
         break
       chosen = [actions[row][i] for row in rows]
       results = self._ask('step', functools.partial(self._session.step, rows, chosen), len(rows))
-      for row, result in zip(rows, (read_step(raw, form) for raw in results), strict=True):
+      for row, result in zip(rows, (_own_names(read_step(raw, form)) for raw in results), strict=True):
         if isinstance(result, Fault):
           self._fail(row, result)
           continue
         changed = result.observation != self._seen[row]
         rewards[row].append(result.reward)
         effective[row] += changed if result.effective is None else result.effective
+        for name, value in result.metrics.items():
+          metrics[row][name] = metrics[row].get(name, 0.0) + value
         self._seen[row] = result.observation
         self._done[row], self._success[row] = result.done, result.success
         self.used[row] += 1
-    return [tuple(own) for own in rewards], np.asarray([len(own) for own in rewards], np.int32), effective
+    executed = np.asarray([len(own) for own in rewards], np.int32)
+    return PoolStep([tuple(own) for own in rewards], executed, effective, metrics)
 
   def _ask(self, what: str, call: Callable[[], list[Any]], count: int) -> list[Any]:
     """The session's answers; faults if it gives none."""
@@ -403,6 +413,12 @@ class OutsidePool(Pool):
     fault = self._ask('end', lambda: [self._session.end()], 1)[0]
     if isinstance(fault, Fault):
       self._warn(fault.kind, 'envs.%s: %s; its episodes may not be released', self.spec.tag, fault)
+
+
+def _own_names(step: TextStep | Fault) -> TextStep | Fault:
+  """The step; a fault if one of its metrics has a name of `agent.metrics`."""
+  taken = [] if isinstance(step, Fault) else [name for name in step.metrics if name in episode_metrics.NAMES]
+  return Fault('step reports a metric with a name of ragen_jax', taken[0]) if taken else step
 
 
 def _as_level(item: Any) -> bytes | None:

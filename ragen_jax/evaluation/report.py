@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ragen_jax.agent.episode import Episode
-from ragen_jax.agent.metrics import k_values
+from ragen_jax.agent.metrics import is_reported, k_values
 from ragen_jax.evaluation.intervals import Interval, level_intervals
 from ragen_jax.runs.metrics import write_events
 from ragen_jax.runs.table import table
@@ -23,7 +23,8 @@ VERSION = 1
 # Maximum length of a column's name, so that a table of five columns is at most 100 characters wide.
 _COLUMN_WIDTH = 15
 
-# Metric -> label in the tables; other metrics appear in the JSON file only.
+# Metric -> label in the tables, which end with the metrics that environments report; other metrics appear in the JSON
+# file only.
 _LABELS = {
   'success': 'success',
   'fraction_of_optimal': 'of the best',
@@ -157,6 +158,7 @@ def tables(rows: list[EvaluationRow], group_size: int) -> list[str]:
     for metric in _LABELS:
       each = [f'pass@{k}' for k in k_values(group_size)[1:]] if metric == 'pass@' else [metric]
       names += [(m, m if metric == 'pass@' else _LABELS[m]) for m in each if any(m in row.metrics for row in own)]
+    names += [(name, name) for name in dict.fromkeys(m for row in own for m in row.metrics) if is_reported(name)]
     cells = [[label, *(_cell(row.metrics.get(name)) for row in own)] for name, label in names]
     header = ['', *(_shorten(_column_name(row)) for row in own)]
     out.append(table([['', *(_shorten(row.sampling) for row in own)], *cells], title, header=header))

@@ -158,6 +158,7 @@ def _outcome(turn: Turn) -> dict[str, Any]:
     **({'reply_reward': float(f'{paid:.{_DIGITS}g}')} if paid else {}),
     **({'descriptions': described} if described else {}),
     **({'images': images} if images else {}),
+    **({'metrics': {name: float(f'{x:.{_DIGITS}g}') for name, x in turn.metrics.items()}} if turn.metrics else {}),
     'observation': written(turn.observation),
     'picture': turn.picture,
     'actions': list(turn.actions),

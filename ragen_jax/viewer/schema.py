@@ -75,6 +75,7 @@ class TurnRecord(TypedDict):
     picture: the board at the start of the turn.
     reply_reward: the reward for the form of the reply and for its descriptions, not a part of the score; absent if 0.
     images: the images that the policy saw in the observation; absent if it saw none.
+    metrics: what the environment reports of the turn's actions, by name; absent if nothing.
     descriptions: the sections that describe the board, if the reply is of its form and the board is known.
   """
 
@@ -99,6 +100,7 @@ class TurnRecord(TypedDict):
   reply_reward: NotRequired[float]
   images: NotRequired[list[Any]]
   descriptions: NotRequired[list[DescriptionRecord]]
+  metrics: NotRequired[dict[str, float]]
 
 
 class EpisodeRecord(EpisodeSummary):

@@ -26,6 +26,8 @@ def transcript(episode: Episode) -> str:
     lines += [f'turn {i + 1}', _block(written(turn.observation)), _block(turn.reply)]
     executed = _inline(' || '.join(turn.actions)) or 'none'
     lines.append(f'carried out: {executed}; reward {turn.reward:g}, penalty {turn.penalty:g}')
+    if turn.metrics:
+      lines.append('reported: ' + ', '.join(f'{_inline(name)} {x:g}' for name, x in turn.metrics.items()))
     scores = [f'{name} {score:.2f}' for name, score in turn.reply_reward.scores.items()]
     if scores:
       lines.append(f'described: {", ".join(scores)}; state reward {turn.reply_reward.state_reward:.3g}')

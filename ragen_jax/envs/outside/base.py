@@ -16,6 +16,7 @@ import functools
 import logging
 import math
 import numbers
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 FREE_TEXT = 'An action is free text.'
 LARGEST_REWARD = 1e15  # its square is still far below the largest float32
+_MOST_METRICS = 64
+_METRIC = re.compile(r'[a-z][a-z0-9_]{0,63}')
 _LONGEST_FAULT = 300  # characters of each text of a fault; a message shows no more
 
 
@@ -133,13 +136,19 @@ class TextEnvironment(Game):
 
 @dataclasses.dataclass(frozen=True)
 class TextStep:
-  """The checked outcome of one action; `effective` is None if the environment does not say."""
+  """The checked outcome of one action.
+
+  Attributes:
+    effective: whether the action changed anything; None if the environment does not say.
+    metrics: the environment's own measurements of this action, by name.
+  """
 
   observation: str | ImageObservation
   reward: float
   done: bool
   success: bool
   effective: bool | None = None
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def read_observation(raw: Any, form: ImageForm | None = None) -> str | ImageObservation | Fault:
@@ -164,21 +173,42 @@ def _read_fault(raw: Fault) -> Fault:
   return Fault(kind, detail, bool(raw.hung))
 
 
-def read_reward(raw: Any) -> float | Fault:
-  """A checked reward, from any number."""
+def read_reward(raw: Any, what: str = 'reward') -> float | Fault:
+  """A checked reward, from any number; `what` names it in a fault."""
   try:
     number = float(raw)
   except OverflowError:  # an integer of hundreds of digits
     number = math.inf
   if not abs(number) <= LARGEST_REWARD:  # also for NaN
-    return Fault(f'reward is not within {LARGEST_REWARD:g}', short(raw))
+    return Fault(f'{what} is not within {LARGEST_REWARD:g}', short(raw))
   return number
+
+
+def _read_metrics(raw: Any) -> dict[str, float] | Fault:
+  """Checked measurements, from a mapping of names in snake case to numbers."""
+  if not isinstance(raw, Mapping):
+    return Fault('metrics are not a mapping', short(raw))
+  found: dict[str, float] = {}
+  for name, value in raw.items():
+    if len(found) == _MOST_METRICS:
+      return Fault(f'step reports more than {_MOST_METRICS} metrics')
+    if not isinstance(name, str) or not _METRIC.fullmatch(name):
+      return Fault('the name of a metric is not in snake case, of at most 64 characters', short(name))
+    name = str.__str__(name)
+    number = read_reward(value, f'metric {name}') if isinstance(value, numbers.Real | np.bool_) else None
+    if number is None:
+      return Fault(f'metric {name} is not a number', short(value))
+    if isinstance(number, Fault):
+      return number
+    found[name] = number
+  return found
 
 
 def read_step(raw: Any, form: ImageForm | None = None) -> TextStep | Fault:
   """The checked result of a step: a `Fault`, or (observation, reward, done, info).
 
-  `info` is the success as a bool, or a mapping with 'success' (needed once the game is over) and perhaps 'effective'.
+  `info` is the success as a bool, or a mapping with 'success' (needed once the game is over), perhaps 'effective', and
+  perhaps 'metrics': finite numbers by names in snake case.
   """
   step, fault = attempt(functools.partial(_read_step, raw, form), 'reading a step')
   return fault or step
@@ -200,12 +230,15 @@ def _read_step(raw: Any, form: ImageForm | None) -> TextStep | Fault:
     return number
   if not isinstance(done, bool | np.bool_):
     return Fault('done is not a bool', short(done))
-  success, effective = info, None
+  success, effective, metrics = info, None, {}
   if isinstance(info, Mapping):
     success, effective = info.get('success', None if done else False), info.get('effective')
+    metrics = {} if info.get('metrics') is None else _read_metrics(info['metrics'])
   if not isinstance(success, bool | np.bool_):
     return Fault('success is not a bool', short(info))
   if not isinstance(effective, bool | np.bool_ | None):
     return Fault('effective is not a bool', short(effective))
+  if isinstance(metrics, Fault):
+    return metrics
   effective = None if effective is None else bool(effective)
-  return TextStep(observation, number, bool(done), bool(done and success), effective)
+  return TextStep(observation, number, bool(done), bool(done and success), effective, metrics)

@@ -17,7 +17,7 @@ All requests are POST with a JSON body. `episodes` is a list; the list of an ans
   file as base64.
 - An answer may repeat the `id` of its episode. One with another id ends the episode as an error.
 - {"error": "..."} instead of an episode's answer ends that episode as an error. `success` may be missing until the game
-  is over; `effective` (optional) tells whether the action changed anything.
+  is over; `effective` (optional) tells whether the action changed anything; `metrics` (optional) has numbers by name.
 - /close ends episodes, including some that are over. A client that crashes closes nothing, so a server should drop
   episodes without requests after a while.
 """

@@ -37,7 +37,7 @@ class PythonEnvironment(TextEnvironment):
                                         executes one action: observation, reward, whether the game is over, and
                                         whether it is won. `success` can be a dict with 'success' and optionally
                                         'effective': whether the action changed anything. Without 'effective', an action
-                                        is effective if the observation changed.
+                                        is effective if the observation changed. Optional 'metrics' are numbers by name.
                                         With `images` observations are mappings {'text': str, 'images': [arrays]}.
     close()                             optional; called when the object is no longer needed.
     level_id(seed) -> str               optional: which item the level of a seed is, see `TextEnvironment.level_id`. An

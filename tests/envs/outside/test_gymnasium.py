@@ -193,3 +193,25 @@ def test_without_gymnasium_the_error_says_what_to_install(monkeypatch):
   monkeypatch.setitem(__import__('sys').modules, 'gymnasium', None)
   with pytest.raises(ValueError, match='pip install gymnasium'):
     registry.make('gymnasium', TAXI)
+
+
+class Measured(gymnasium.Env):
+  """Measures its steps."""
+
+  action_space = gymnasium.spaces.Discrete(2)
+  observation_space = gymnasium.spaces.Discrete(1)
+
+  def reset(self, *, seed=None, options=None):
+    super().reset(seed=seed)
+    return 0, {}
+
+  def step(self, action):
+    return 0, 1.0, False, False, {'metrics': {'speed': np.float32(action / 2)}, 'other': object()}
+
+
+def test_an_environment_s_metrics_are_carried():
+  gymnasium.register('Measured-v0', Measured)
+  env = registry.make('gymnasium', {'id': 'Measured-v0', 'task': 'x', 'action_names': ('Slow', 'Fast')})
+  session = env.open(2)
+  session.reset([0, 1], [0, 0], [0, 1])
+  assert [read_step(raw).metrics for raw in session.step([0, 1], ['Slow', 'Fast'])] == [{'speed': 0.0}, {'speed': 0.5}]

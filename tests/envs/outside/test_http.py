@@ -290,3 +290,11 @@ def test_one_episode_s_error_is_its_own(server):
 def test_wrong_options_are_named_in_one_line(options, message):
   with raises_one_line(message):
     registry.make('http', options)
+
+
+def test_an_answer_may_have_metrics(server, monkeypatch):
+  monkeypatch.setattr(Climb, 'step', lambda self, action: ('x', 0.5, False, {'metrics': {'f1': 0.25, 'hits': 2}}))
+  session = connect(server).open(2)
+  session.reset([0, 1], [3, 3], [0, 1])
+  steps = [read_step(raw) for raw in session.step([0, 1], ['Up', 'Down'])]
+  assert [step.metrics for step in steps] == [{'f1': 0.25, 'hits': 2.0}] * 2

@@ -192,7 +192,7 @@ def test_a_python_class_with_images_in_a_pool():
   assert pool.render() == ['<image>\nA lamp.'] * 4 and not pool.faults
   assert [int(pool.picture(row)[0, 0, 0]) for row in range(4)] == [0, 0, 100, 100]
   # An action whose image changes is effective, although the text is the same.
-  _, _, effective = pool.step([['Toggle'], ['Wait'], ['Toggle'], ['Break']])
+  effective = pool.step([['Toggle'], ['Wait'], ['Toggle'], ['Break']]).effective
   assert effective.tolist() == [1, 0, 1, 0] and pool.success.tolist() == [False, False, True, False]
   assert int(pool.picture(0)[0, 0, 0]) == 100 and str(pool.faults[3]) == 'observation has 0 images, must have 1'
 
