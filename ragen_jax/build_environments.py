@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -12,7 +13,7 @@ from ragen_jax.envs.base import Budget
 from ragen_jax.envs.drawing.tiles import MAX_TILE, MIN_TILE
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils import foreign
-from ragen_jax.utils.errors import UserError, did_you_mean
+from ragen_jax.utils.errors import UserError, describe_error, did_you_mean, one_line
 
 # Types of environments that call no foreign code in this process when they are made.
 _OWN_CODE = frozenset(registry.TYPES) - {'python', 'gymnasium'}
@@ -53,6 +54,18 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
       raise UserError(f'envs.{tag}.observation={shown!r}: {env.name} {told}')
     specs.append(EnvSpec(tag, env, budget, max_words, count, tile))
   return specs
+
+
+def check_needs(specs: Iterable[EnvSpec]) -> None:
+  """Checks each environment once (`Game.check`); UserError, which names envs.TAG, if something it needs is missing."""
+  for tag, env in {spec.tag: spec.env for spec in specs}.items():
+    try:
+      with foreign.calling(f'envs.{tag}') if env.is_outside else contextlib.nullcontext():
+        env.check()
+    except ValueError as e:
+      raise UserError(f'envs.{tag}: {one_line(e, str)}') from e
+    except Exception as e:
+      raise UserError(f'envs.{tag}: check failed ({describe_error(e)})') from e
 
 
 def _tile(tag: str, options: dict[str, Any]) -> int | None:

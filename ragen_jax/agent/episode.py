@@ -30,7 +30,7 @@ class Status(enum.IntEnum):
   OUT_OF_ACTIONS = 4
   OUT_OF_CONTEXT = 5
   ENV_ERROR = 6  # the environment failed; unrelated to the policy
-  ABANDONED = 7  # a person left the level; never in training or evaluation
+  ABANDONED = 7  # a person or a demonstrator left the level; never in training or evaluation
 
 
 # Statuses of episodes that a limit ended before the game was over.

@@ -19,8 +19,8 @@ import numpy as np
 from ragen_jax.agent import metrics as episode_metrics
 from ragen_jax.agent.image_observations import check_images, tile_of, with_images
 from ragen_jax.agent.segments import Observation
-from ragen_jax.envs.outside.base import TextStep, read_observation, read_reward, read_step
-from ragen_jax.envs.outside.images import ImageObservation
+from ragen_jax.envs.outside.base import TextStep, read_expert, read_observation, read_reward, read_step
+from ragen_jax.envs.outside.images import ImageObservation, read_text
 from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
@@ -116,6 +116,15 @@ class Pool(abc.ABC):
     """The `levels` that `reset` would begin with. An environment in JAX is reset to them, one outside JAX is not."""
     self.reset(seeds, members)
     return self.levels()
+
+  def expert(self, rows: list[int]) -> list[list[str]]:
+    """The names of the reference actions for the next turn of some rows, at most as many as the turn may play.
+
+    None where the expert has none or fails, which is logged once for each kind of fault. Only for environments with
+    `has_expert`.
+    """
+    del rows
+    raise NotImplementedError(f'{self.spec.env.name} has no expert')
 
   @abc.abstractmethod
   def legal_actions(self) -> list[list[str]]:
@@ -408,6 +417,37 @@ class OutsidePool(Pool):
 
   def legal_actions(self) -> list[list[str]]:
     return [list(self.spec.env.action_words)] * self.rows
+
+  def expert(self, rows: list[int]) -> list[list[str]]:
+    answers = self._ask('expert', lambda: self._session.expert(rows), len(rows))
+    plans = []
+    for row, raw in zip(rows, answers, strict=True):
+      plan = self._read_plan(raw)
+      if isinstance(plan, Fault):
+        self._warn(plan.kind, 'envs.%s, level %d: %s; there is no advice', self.spec.tag, self._seeds[row], plan)
+        plan = []
+      plans.append(plan[: min(self.spec.actions_a_turn, self.spec.budget.max_actions - int(self.used[row]))])
+    return plans
+
+  def _read_plan(self, raw: Any) -> list[str] | Fault:
+    """The names of an expert's actions."""
+    texts = read_expert(raw)
+    if isinstance(texts, Fault):
+      return texts
+    read = [self.spec.env.read_action(text) for text in texts]
+    if None in read:
+      return Fault('expert names what is no action', short(texts[read.index(None)]))
+    return [name for _, name in read]
+
+  def rationale(self, rows: list[int]) -> list[str]:
+    """The expert's thoughts in some rows; empty where there is none."""
+    texts = []
+    for raw in self._ask('rationale', lambda: self._session.rationale(rows), len(rows)):
+      text = raw if isinstance(raw, Fault) else read_text(raw, 'rationale')
+      if isinstance(text, Fault):
+        self._warn(text.kind, 'envs.%s: %s; the thought is left out', self.spec.tag, text)
+      texts.append('' if isinstance(text, Fault) else text)
+    return texts
 
   def end(self) -> None:
     fault = self._ask('end', lambda: [self._session.end()], 1)[0]

@@ -74,7 +74,10 @@ class RandomSpeaker:
 
 
 class SolverSpeaker:
-  """The best play on each level, by the environment's exact solver, which runs when it is first needed."""
+  """The best play on each level, by the environment's exact solver, which runs when it is first needed.
+
+  Outside JAX the environment's expert plays.
+  """
 
   writes_tokens = False
 
@@ -84,10 +87,16 @@ class SolverSpeaker:
   def plans(self, log: EpisodeLog) -> list[list[str]]:
     """The best next turn of every row, as names of actions; the plans of finished rows are meaningless.
 
-    Raises ValueError if a game has no solver, or the solver does not support its size.
+    Raises ValueError if a game has neither a solver nor an expert, or the solver does not support its size.
     """
-    envs, plans = log.envs, []
+    envs, plans, live = log.envs, [], log.live
     for index, pool in envs.pools.items():
+      if pool.spec.env.has_expert:
+        first = envs.rows_of(index).start
+        running = [row - first for row in live if first <= row < first + pool.rows]
+        advice = dict(zip(running, pool.expert(running), strict=True))
+        plans += [advice.get(row, []) for row in range(pool.rows)]
+        continue
       if index not in self._solutions:
         self._solutions[index] = _solve(pool)
       rows, size = envs.rows_of(index), pool.group_size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 
 import jax
 from ml_collections import ConfigDict
@@ -14,6 +15,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.language_model import VISION, check_vision, weight_shardings
 from ragen_jax.algorithms.advantages import ESTIMATORS
+from ragen_jax.build_environments import check_needs
 from ragen_jax.config import limits, rules
 from ragen_jax.config.agent_checks import check_prompt, check_serve
 from ragen_jax.config.algorithm_checks import check_algorithm
@@ -31,6 +33,7 @@ from ragen_jax.models.checkpoint.config import critic_directory, read_config
 from ragen_jax.planning import topologies
 from ragen_jax.runs.trackers import TRACKERS
 from ragen_jax.sampling import division
+from ragen_jax.serving.play.env_program import ENVIRONMENT
 from ragen_jax.training import batch_sizes
 from ragen_jax.utils.errors import UserError
 
@@ -52,7 +55,9 @@ _NOT_NEGATIVE = (
 )  # fmt: skip
 
 
-def check_config(config: ConfigDict, *, weights: bool = True, model: bool = True) -> None:
+def check_config(
+  config: ConfigDict, *, weights: bool = True, model: bool = True, played: Sequence[str] = ('train', 'eval')
+) -> None:
   """Checks everything but what other modes read (`eval.step` and later, `prompt.rounds` and later, `sft`, `plan`).
 
   A model from the hub is downloaded here, so a wrong name or path is reported before the workdir is written to.
@@ -60,6 +65,7 @@ def check_config(config: ConfigDict, *, weights: bool = True, model: bool = True
   Args:
     weights: whether the model's weights must exist; False downloads nothing.
     model: whether `config.model` names the model; False if it is a fresh one.
+    played: sections whose environments are played, and must have what they need.
   """
   rules.not_replaced(config)
   limits.check_numbers(config)
@@ -86,6 +92,15 @@ def check_config(config: ConfigDict, *, weights: bool = True, model: bool = True
   check_level_files(config, 'train')
   if weights and model:
     _check_weights(config)
+  _check_needs(config, played)
+
+
+def _check_needs(config: ConfigDict, sections: Sequence[str]) -> None:
+  """Checks that environments, also those that a built-in runner plays, have what they need."""
+  tags = dict.fromkeys(tag for section in sections for tag in config[section].tags)
+  runners = [config.envs[tag].get('runner', '') for tag in tags]
+  tags |= dict.fromkeys(name.removeprefix(ENVIRONMENT) for name in runners if name.startswith(ENVIRONMENT))
+  check_needs(build.env_specs(config, tuple(tags), (1,) * len(tags)))
 
 
 def check_plan(config: ConfigDict) -> None:

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build
 from ragen_jax.agent.image_observations import shows_images
 from ragen_jax.agent.world_model.formats import FORMATS
+from ragen_jax.build_environments import check_needs
 from ragen_jax.config import rules, shipped
 from ragen_jax.config.command_line import load_config
 from ragen_jax.config.image_checks import check_images
@@ -134,8 +135,9 @@ def _check_demonstrations(config: ConfigDict) -> None:
   )
   _check_images(config, [spec for spec in specs if shows_images(spec)])
   for spec in specs:
-    if not spec.env.has_solver:
+    if not (spec.env.has_solver or spec.env.has_expert):
       raise UserError(f'sft.tags: {spec.tag!r} has no solver whose play could be demonstrated')
+  _check_experts(config, [spec for spec in specs if spec.env.has_expert])
   first, last = config.eval.first_level, config.eval.first_level + config.eval.groups
   most = 2**32 - max(sft.levels)
   rules.check(
@@ -152,6 +154,20 @@ def _check_demonstrations(config: ConfigDict) -> None:
     config, 'sft.batch_size', sft.batch_size <= count,
     f'must be at most the number of training demonstrations, {count}',
   )  # fmt: skip
+
+
+def _check_experts(config: ConfigDict, specs: list[EnvSpec]) -> None:
+  """Checks demonstrations of experts outside JAX; `specs` are their environments."""
+  if specs:
+    tag, sft = specs[0].tag, config.sft
+    rules.check(config, 'sft.value_coef', not sft.value_coef, f'the expert of {tag} gives no values; must be 0')
+    rules.check(
+      config,
+      'sft.from_scratch',
+      not sft.from_scratch,
+      f'a tokenizer is made of the texts of games in JAX, not of {tag}',
+    )
+  check_needs(specs)
 
 
 def _check_images(config: ConfigDict, specs: list[EnvSpec]) -> None:

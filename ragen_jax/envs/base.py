@@ -102,6 +102,7 @@ class Game(abc.ABC):
     action_names: the words that are actions, in the order of the action ids 0, 1, ...; empty for free-text actions.
     action_help: for free-text actions, one line about the form of an action; otherwise empty.
     has_solver: whether `solve` exists. Without a solver `optimal` is NaN, and there are no demonstrations.
+    has_expert: whether sessions of a game outside JAX give reference actions, for demonstrations and as a baseline.
     is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
     played_by_programs: whether programs play it over HTTP, and not the policy turn by turn.
     scene_kinds: the kinds of things in its `scenes`; empty for a game without scenes.
@@ -115,6 +116,7 @@ class Game(abc.ABC):
   action_names: ClassVar[tuple[str, ...]] = ()
   action_help: ClassVar[str] = ''
   has_solver: ClassVar[bool] = True
+  has_expert: ClassVar[bool] = False
   is_outside: ClassVar[bool] = False
   played_by_programs: ClassVar[bool] = False
   scene_kinds: ClassVar[tuple[str, ...]] = ()
@@ -168,6 +170,13 @@ class Game(abc.ABC):
     return observation
 
   # -- host, batched -------------------------------------------------------------------------------------------------
+
+  def check(self) -> None:
+    """Raises ValueError, with one line, if something that the game needs, such as a server, is not there.
+
+    It is called before anything is compiled. The default needs nothing.
+    """
+    return
 
   def check_budget(self, budget: Budget) -> None:
     """Raises ValueError if no level can be solved within the budget. The default accepts every budget."""

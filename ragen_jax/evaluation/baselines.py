@@ -96,7 +96,7 @@ def _speaker(kind: str, levels: EvaluationLevels, endpoint: EndpointSpeaker | No
       return None
     return RandomSpeaker(np.random.default_rng(levels.first))
   if kind == 'solver':
-    if not env.has_solver:
+    if not (env.has_solver or env.has_expert):
       _log.info('%s: has no solver', tag)
       return None
     return SolverSpeaker()

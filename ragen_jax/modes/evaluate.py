@@ -64,7 +64,7 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
   if jax.process_count() > 1:
     raise UserError(f'--mode=eval runs in one process, there are {jax.process_count()}; devices may be many')
   check_eval(config)
-  check_config(config)
+  check_config(config, played=('eval',))
   with open_workdir(workdir, write=False) as place:
     return _evaluate(config, place, given)
 

@@ -36,7 +36,7 @@ def export(config: ConfigDict, workdir: str) -> str:
   """
   if jax.process_count() > 1:
     raise UserError(f'--mode=export runs in one process, there are {jax.process_count()}')
-  check_config(config)
+  check_config(config, played=())
   with open_workdir(workdir, write=False) as place:
     return _export(config, place)
 

@@ -42,7 +42,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     if not problem:
       topologies.prepare(topology)
       memory.use_cpu_devices(topology.size)
-      check_config(config, weights=False)
+      check_config(config, weights=False, played=())
       report(config, topology, out)
       return
     out.write(f'plan.topology={topology.name!r}: {problem}\nUntil then, the estimate from programs for CPU:\n\n')
@@ -50,7 +50,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     config = config.copy_and_resolve_references()
     config.update_from_flattened_dict(machine)
   memory.use_cpu_devices(config.plan.devices)
-  check_config(config, weights=False)
+  check_config(config, weights=False, played=())
   _log.info('compiling programs to measure their memory; with a pretrained model this takes minutes')
   config = memory.with_micro_batch_size(config)
   compiled: dict[Any, int] = {}

@@ -37,7 +37,7 @@ def fit(config: ConfigDict, found: MemoryPlan, compiled: Any) -> tuple[dict[str,
       tried = config.copy_and_resolve_references()
       tried.update_from_flattened_dict(change)
       try:
-        check_config(tried, weights=False)
+        check_config(tried, weights=False, played=())
         after = memory.estimate(tried, compiled)
       except UserError:
         continue

@@ -21,6 +21,7 @@ from ragen_jax.agent.episode import Episode, Status, TextReply, Turn
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.speakers import SolverSpeaker, written_reply
 from ragen_jax.agent.templates import describe_task, format_reward
+from ragen_jax.build_environments import check_needs
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
@@ -66,6 +67,7 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO, *, level: str | None
   if not 0 <= first < 2**32:
     raise UserError(f'train.first_level={config.train.first_level}: the first level would be {first}; 0 to {2**32 - 1}')
   specs = build.env_specs(config, tags, (1,) * len(tags), field='train.tags')
+  check_needs(specs)
   specs = [dataclasses.replace(spec, tile=None) for spec in specs]  # people read the text
   if level is not None:
     specs = [_with_level_of(level, specs)]
@@ -211,13 +213,13 @@ class Person:
 
   def _hint(self, log: EpisodeLog) -> str:
     """The solver's next turn, in one line."""
-    if not self._spec.env.has_solver:
+    if not (self._spec.env.has_solver or self._spec.env.has_expert):
       return f'{self._spec.tag} has no solver, so there is no hint.\n'
     try:
       (names,) = self._solver.plans(log)
     except ValueError as e:
       return f'{e}\n'
-    return f' {self._context.settings.action_sep} '.join(names) + '\n'
+    return (f' {self._context.settings.action_sep} '.join(names) or 'There is no advice.') + '\n'
 
   def _allowed(self) -> str:
     """The words that can be typed, in one line."""

@@ -17,8 +17,8 @@ from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.episode import Limits
-from ragen_jax.agent.rollout import Rollout, concatenate
+from ragen_jax.agent.episode import Episode, Limits, Status
+from ragen_jax.agent.rollout import Rollout, concatenate, take_rows
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.sft import conversations
@@ -114,7 +114,10 @@ def collect_demonstrations(
   held_out: frozenset[bytes],
   processor: ProcessorConfig | None,
 ) -> list[Rollout]:
-  """Collects demonstrations of the exact solvers, by lesson; levels that are `held_out` are replaced with others.
+  """Collects demonstrations of the exact solvers and of experts, by lesson.
+
+  Levels that are `held_out` are replaced with others. Episodes without a turn, and those whose environment failed or
+  whose expert had no advice, are left out and counted.
 
   Raises:
     UserError: no turn of an environment fits into the context.
@@ -126,9 +129,11 @@ def collect_demonstrations(
     envs = EnvStateManager([spec], settings.group_size, held_out=held_out, processor=processor)
     start = time.monotonic()
     form = lesson.context.settings.format
-    _log.info('%s, %s: the solver plays %d levels', spec.tag, form, spec.num_groups)
-    rollout = AgentProxy(envs, lesson.context, bounds).rollout(Demonstrator(rng, style), lesson.first_level)
-    trajectory, episodes = rollout.trajectory, rollout.episodes
+    player = 'expert' if spec.env.has_expert else 'solver'
+    _log.info('%s, %s: the %s plays %d levels', spec.tag, form, player, spec.num_groups)
+    whole = AgentProxy(envs, lesson.context, bounds).rollout(Demonstrator(rng, style), lesson.first_level)
+    rollout, episodes = _usable(whole, spec)
+    trajectory = rollout.trajectory
     if not trajectory.loss_mask.any():
       raise UserError(f'agent.max_context={bounds.max_context}: no turn of {spec.tag} fits into it')
     _log.info(
@@ -142,6 +147,24 @@ def collect_demonstrations(
     )
     parts.append(rollout)
   return parts
+
+
+def _usable(rollout: Rollout, spec: EnvSpec) -> tuple[Rollout, list[Episode]]:
+  """The rows to learn from, and their episodes, of a rollout outside JAX; of one in JAX, all."""
+  if not spec.env.is_outside:
+    return rollout, rollout.episodes
+  kept = [
+    row
+    for row, episode in enumerate(rollout.episodes)
+    if rollout.trajectory.loss_mask[row].any() and episode.status not in (Status.ENV_ERROR, Status.ABANDONED)
+  ]
+  left_out = len(rollout.episodes) - len(kept)
+  if left_out:
+    template = '%s: %d of %d demonstrations are left out, which failed, had no advice, or did not fit'
+    _log.warning(template, spec.tag, left_out, len(rollout.episodes))
+  if not kept:
+    raise UserError(f'sft.tags: none of the {left_out} demonstrations of {spec.tag!r} can be learnt from')
+  return take_rows(rollout, np.asarray(kept)), [rollout.episodes[row] for row in kept]
 
 
 def from_file(

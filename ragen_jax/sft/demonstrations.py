@@ -1,4 +1,7 @@
-"""The demonstrator of the warm start: a speaker that follows an exact solver, with noise, and writes token rows."""
+"""The demonstrator of the warm start: a speaker that follows an exact solver, with noise, and writes token rows.
+
+Outside JAX it follows the environment's expert, without noise.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 
 from ragen_jax.agent.episode import Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
-from ragen_jax.agent.pools import JaxPool
+from ragen_jax.agent.pools import JaxPool, OutsidePool
 from ragen_jax.agent.speakers import written_reply
 from ragen_jax.agent.world_model.descriptions import describe
 from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION
@@ -31,9 +34,13 @@ class DemonstrationStyle:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-  """A demonstrated turn: actions, texts by tag for the sections of all forms of replies, and the best play's value."""
+  """A demonstrated turn.
 
-  actions: list[Any]
+  It has the names of actions, texts by tag for the sections of all forms of replies, and the expected return of the
+  best play, which is 0 if it is unknown.
+  """
+
+  names: list[str]
   texts: dict[str, str]
   value: float
 
@@ -63,7 +70,7 @@ def _texts(pool: JaxPool, plans: dict[int, list[Any]]) -> dict[int, dict[str, st
 
 
 class Demonstrator:
-  """Plays environments in JAX that have a solver.
+  """Plays environments that have a solver, or an expert outside JAX.
 
   Its rows show the whole conversation, whatever the context policy. The loss mask covers replies and their stop tokens.
   `values` are the expected remaining rewards of the best play at the start of the turn, within the demonstrator's
@@ -79,17 +86,22 @@ class Demonstrator:
     self._solutions: dict[int, tuple[Solution, Solution]] = {}  # environment -> (the expert's, the beginner's)
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `agent.speakers.Speaker`. An episode ends before a turn that does not fit into the context."""
+    """See `agent.speakers.Speaker`. An episode ends before a turn that does not fit, or that has no advice."""
     live = log.live
     if not live:
       return None
     if log.turn == 0:
-      self._solutions = {i: self._solve(pool) for i, pool in log.envs.pools.items()}
+      self._solutions = {i: self._solve(pool) for i, pool in log.envs.pools.items() if not pool.outside}
     replies = {}
     for index, pool in log.envs.pools.items():
       rows = log.envs.rows_of(index)
       running = [row - rows.start for row in live if rows.start <= row < rows.stop]
-      plans = self._plans(pool, self._solutions[index], log.turn, log.actions_left[rows], running)
+      if pool.outside:
+        plans = self._advice(pool, running)
+        for local in sorted(set(running).difference(plans)):
+          log.leave(rows.start + local, Status.ABANDONED)
+      else:
+        plans = self._plans(pool, self._solutions[index], log.turn, log.actions_left[rows], running)
       for local, plan in plans.items():
         reply = self._write(log, index, rows.start + local, plan)
         if reply is not None:
@@ -101,6 +113,16 @@ class Demonstrator:
     env, budget = pool.spec.env, _own_budget(pool.spec.budget, self._style)
     views = (env, env.naive_view())
     return tuple(view.solve(pool.fresh_states, budget, self._style.discount) for view in views)
+
+  def _advice(self, pool: OutsidePool, running: list[int]) -> dict[int, _Plan]:
+    """The turns of the running rows for which the expert has actions."""
+    most = self._style.actions_per_turn or None
+    advice = {row: names[:most] for row, names in zip(running, pool.expert(running), strict=True) if names}
+    thoughts = pool.rationale(list(advice))
+    return {
+      row: _Plan(names, {'think': thought, 'reasoning': thought}, 0.0)
+      for (row, names), thought in zip(advice.items(), thoughts, strict=True)
+    }
 
   def _plans(
     self, pool: JaxPool, solutions: tuple[Solution, Solution], turn: int, left: np.ndarray, running: list[int]
@@ -128,14 +150,16 @@ class Demonstrator:
         plan = [legal[row][i] for i in rng.integers(len(legal[row]), size=max(len(plan), 1))]
       chosen[row] = plan[:1] if timid[row] else plan
     texts = _texts(pool, chosen)
-    return {row: _Plan(plan, texts[row], values[row]) for row, plan in chosen.items()}
+    return {
+      row: _Plan([env.format_action(action) for action in plan], texts[row], values[row])
+      for row, plan in chosen.items()
+    }
 
   def _write(self, log: EpisodeLog, env: int, row: int, plan: _Plan) -> TextReply | None:
     """Writes a turn's prompt and reply to the row. If they do not fit, ends the episode and returns None."""
     context, timeline = log.context, log.timeline
     prompt = context.next_prompt(env, log.past(row), log.observations[row], int(log.actions_left[row]))
-    names = [log.envs.specs[env].env.format_action(action) for action in plan.actions]
-    reply = written_reply(context, names, plan.texts)
+    reply = written_reply(context, plan.names, plan.texts)
     if timeline.length[row] + len(prompt.ids) + len(reply.ids) > log.limits.max_context:
       log.leave(row, Status.OUT_OF_CONTEXT)
       return None

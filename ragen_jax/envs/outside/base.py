@@ -56,6 +56,22 @@ class Session(abc.ABC):
     Returns for each row an input of `read_step`: (observation, reward, done, info), or a `Fault`.
     """
 
+  def expert(self, rows: Sequence[int]) -> list[Any]:
+    """Reference actions for the next turn of each row, from its present state, which does not change.
+
+    Only for environments with `has_expert`.
+
+    Returns:
+      For each row an input of `read_expert`: the texts of actions, of which the turn plays as many as it may; none if
+      there is no advice; or a `Fault`.
+    """
+    del rows
+    raise NotImplementedError('there is no expert')
+
+  def rationale(self, rows: Sequence[int]) -> list[Any]:
+    """For each row the thought behind the reference actions, a text, for demonstrations. The default is empty."""
+    return [''] * len(rows)
+
   def end(self) -> None:
     """Called when a rollout is over: no row is stepped before its next reset. The default does nothing."""
     return
@@ -202,6 +218,22 @@ def _read_metrics(raw: Any) -> dict[str, float] | Fault:
       return number
     found[name] = number
   return found
+
+
+def read_expert(raw: Any) -> list[str] | Fault:
+  """The checked texts of reference actions, from a list or tuple; a text alone is no list."""
+  actions, fault = attempt(functools.partial(_read_expert, raw), 'reading reference actions')
+  return fault or actions
+
+
+def _read_expert(raw: Any) -> list[str] | Fault:
+  if isinstance(raw, Fault):
+    return _read_fault(raw)
+  if not isinstance(raw, tuple | list):
+    return Fault('expert did not return a list of texts', short(raw))
+  texts = [read_text(action) for action in raw]
+  wrong = next((text for text in texts if isinstance(text, Fault)), None)
+  return texts if wrong is None else Fault('expert did not return a list of texts', wrong.detail)
 
 
 def read_step(raw: Any, form: ImageForm | None = None) -> TextStep | Fault:

@@ -29,8 +29,10 @@ import functools
 import http.client
 import json
 import logging
+import socket
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
@@ -48,7 +50,7 @@ from ragen_jax.envs.options import (
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
 from ragen_jax.envs.outside.images import ImageForm, check_image_options, decode_images
 from ragen_jax.envs.outside.timed_http import make_opener
-from ragen_jax.utils.errors import short
+from ragen_jax.utils.errors import describe_error, short
 from ragen_jax.utils.retry import pause_s
 from ragen_jax.utils.threads import Fault, run_calls
 
@@ -141,6 +143,15 @@ class HttpEnvironment(TextEnvironment):
 
   def legend(self) -> dict[str, str]:
     return self.symbols
+
+  def check(self) -> None:
+    """Connects to the server, and sends nothing."""
+    parts = urllib.parse.urlsplit(self.url)
+    address = parts.hostname, parts.port or (443 if parts.scheme == 'https' else 80)
+    try:
+      socket.create_connection(address, timeout=self.timeout_s).close()
+    except OSError as e:
+      raise ValueError(f'http: url={self.url!r}: no server can be reached there ({describe_error(e)})') from e
 
   def open(self, rows: int) -> HttpSession:
     """A session of episodes on the server. Nothing is sent before the first reset."""

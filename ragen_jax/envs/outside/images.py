@@ -74,13 +74,16 @@ def check_image_options(env: str, images: Any, image_size: Any) -> ImageForm | N
   return ImageForm(int(images), int(size[0]), int(size[1])) if images else None
 
 
-def read_text(raw: Any) -> str | Fault:
-  """A checked text, of at most `LONGEST_OBSERVATION` characters. What UTF-8 cannot encode becomes question marks."""
+def read_text(raw: Any, what: str = 'observation') -> str | Fault:
+  """A checked text, of at most `LONGEST_OBSERVATION` characters. What UTF-8 cannot encode becomes question marks.
+
+  `what` names it in a fault.
+  """
   if not isinstance(raw, str):
-    return Fault('observation is not a string', short(raw))
+    return Fault(f'{what} is not a string', short(raw))
   length = str.__len__(raw)  # of a subclass too
   if length > LONGEST_OBSERVATION:
-    return Fault(f'observation is longer than {LONGEST_OBSERVATION} characters', f'it has {length}')
+    return Fault(f'{what} is longer than {LONGEST_OBSERVATION} characters', f'it has {length}')
   return str.encode(raw, 'utf-8', 'replace').decode('utf-8')
 
 

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ragen_jax.envs.outside.base import Session, read_observation, read_step
-from ragen_jax.envs.outside.images import ImageForm, ImageObservation
+from ragen_jax.envs.outside.base import Session, read_expert, read_observation, read_step
+from ragen_jax.envs.outside.images import ImageForm, ImageObservation, read_text
 from ragen_jax.utils.threads import Fault, run_calls
 
 _log = logging.getLogger(__name__)
@@ -20,6 +20,8 @@ class LocalSession(Session):
 
   The object of a row is made at the row's first reset and plays all its episodes. If a call raises or exceeds the time
   limit, a new object replaces the object. The old object is closed, unless its call may still be running.
+
+  Objects may have `expert()` and `rationale()`, see `Session`.
 
   A result is read inside the call that returned it, because reading runs code of the environment, such as `__repr__` of
   a wrong value, which may hang too. The results of `reset` and `step` therefore consist of plain values.
@@ -73,6 +75,18 @@ class LocalSession(Session):
     ]
     results = self._run(calls, 'step')
     self._drop({row: fault for row, (_, fault) in zip(rows, results, strict=True) if fault is not None})
+    return [fault or result for result, fault in results]
+
+  def expert(self, rows: Sequence[int]) -> list[Any]:
+    return self._advice(rows, 'expert', lambda game: read_expert(game.expert()))
+
+  def rationale(self, rows: Sequence[int]) -> list[Any]:
+    return self._advice(rows, 'rationale', lambda game: read_text(game.rationale(), 'rationale'))
+
+  def _advice(self, rows: Sequence[int], what: str, ask: Callable[[Any], Any]) -> list[Any]:
+    """What the objects of some rows say. An object whose call may still be running is removed."""
+    results = self._run([functools.partial(ask, self._games[row]) for row in rows], what)
+    self._drop({row: fault for row, (_, fault) in zip(rows, results, strict=True) if fault is not None and fault.hung})
     return [fault or result for result, fault in results]
 
   def _run(self, calls: list[Callable[[], Any]], what: str) -> list[tuple[Any, Fault | None]]:

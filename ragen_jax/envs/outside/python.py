@@ -43,6 +43,9 @@ class PythonEnvironment(TextEnvironment):
     level_id(seed) -> str               optional: which item the level of a seed is, see `TextEnvironment.level_id`. An
                                         object that plays no episode is asked.
 
+    expert() -> list[str]               optional: reference actions for the next turn, from the present state.
+    rationale() -> str                  optional: the thought behind them, for demonstrations.
+
   Attributes of the class or of its objects, which may also be methods without arguments:
 
     rules                               the game and its aim.
@@ -120,6 +123,10 @@ class PythonEnvironment(TextEnvironment):
   @property
   def whole_answer(self) -> bool:
     return self._wording['whole_answer']
+
+  @property
+  def has_expert(self) -> bool:
+    return callable(getattr(self._class, 'expert', None))
 
   @property
   def system(self) -> str:
