@@ -74,8 +74,10 @@ def get_config(model: str = '') -> ConfigDict:
   # -- Environments, by RAGEN's tags; `train.tags` and `eval.tags` choose among them. ---------------------------------
   # Common fields: `type` is the class (ragen_jax/envs); `max_turns` limits the replies of an episode, `max_actions` its
   # actions, and `max_actions_per_turn` the executed actions of one reply; `max_words` is the reply length that the
-  # prompt requests. The other fields are options of the class. Values are those of RAGEN's first version if it has the
-  # tag.
+  # prompt requests. `max_response_tokens` is the maximum of one reply, at most `agent.max_response_tokens`, which holds
+  # for 0; `max_observation_tokens`, from 32, the maximum of an observation's text, whose end is replaced by a mark such
+  # as '[... 312 more tokens]' (0 for no cut; images stay whole); `request` replaces `agent.request` unless it is empty.
+  # The other fields are options of the class. Values are those of RAGEN's first version if it has the tag.
   config.envs = environments.by_tag()
 
   # -- Training rollouts. ---------------------------------------------------------------------------------------------

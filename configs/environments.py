@@ -6,6 +6,7 @@ A tag names an environment and its settings. `train.tags` and `eval.tags` choose
 from ml_collections import ConfigDict
 
 from ragen_jax.envs import bandit
+from ragen_jax.envs.spec import OPTIONAL
 
 # Tag with the held-out part of a data set -> the tag whose fields it follows: one flag sets the file of both.
 HELD_OUT = {'DatasetTest': 'Dataset', 'MetamathQATest': 'MetamathQA', 'GSM8KTest': 'GSM8K', 'SearchQATest': 'SearchQA'}
@@ -366,6 +367,8 @@ def by_tag() -> ConfigDict:
   envs.SearchQATest = _like(envs.SearchQA, hub_options={'name': 'distractor', 'split': 'validation'})
   # SearchQA without a server: its passages are made up, so that answers cannot be found. For rehearsals.
   envs.SearchQAMock = _like(envs.SearchQA, tool_options={'search': {'retriever': 'mock'}})
+  for env in envs.values():
+    env.update(OPTIONAL)
   return envs
 
 

@@ -14,6 +14,7 @@ from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.config import command_line
 from ragen_jax.config.checks import check_config
 from ragen_jax.envs import Budget, Environment, TextEnvironment
+from ragen_jax.envs.spec import OPTIONAL
 from ragen_jax.utils.errors import UserError
 
 
@@ -97,7 +98,8 @@ def train_on(
       raise UserError(f'environments[{tag!r}]: {e}') from e
     if not same:
       raise UserError(f'environments[{tag!r}]: {env_type} names another class by now')
-    sections[tag] = {'type': env_type, **options, **dataclasses.asdict(budget), 'max_words': max_words}
+    own = {'type': env_type, **options, **dataclasses.asdict(budget), 'max_words': max_words}
+    sections[tag] = own | OPTIONAL
   with config.unlocked():
     for tag, section in sections.items():
       if tag in config.envs:  # otherwise the new fields would need the types of the old ones

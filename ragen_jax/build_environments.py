@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
+from ragen_jax.agent.long_observations import LEAST_TOKENS
+from ragen_jax.agent.templates import check_request
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.drawing.tiles import MAX_TILE, MIN_TILE
-from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.envs.spec import OPTIONAL, EnvSpec
 from ragen_jax.utils import foreign
 from ragen_jax.utils.errors import UserError, describe_error, did_you_mean, one_line
 
@@ -42,6 +45,8 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
       if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f'envs.{tag}.{name}={value!r}: must be a whole number of at least 1')
     max_words = numbers.pop('max_words')
+    wording = {name: options.pop(name, default) for name, default in OPTIONAL.items()}
+    _check_optional(config, tag, wording, by_programs=env_type == registry.AgentTasks.name)
     budget = Budget(**numbers)
     try:
       with contextlib.nullcontext() if env_type in _OWN_CODE else foreign.calling(f'envs.{tag}'):
@@ -52,8 +57,33 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
     if shown in ('image', 'text') and (env.is_outside or env.image_grid is None):
       told = 'draws no images' if shown == 'image' else 'has no such option, since it draws no images'
       raise UserError(f'envs.{tag}.observation={shown!r}: {env.name} {told}')
-    specs.append(EnvSpec(tag, env, budget, max_words, count, tile))
+    specs.append(EnvSpec(tag, env, budget, max_words, count, tile, **wording))
   return specs
+
+
+def _check_optional(config: ConfigDict, tag: str, values: Mapping[str, Any], *, by_programs: bool) -> None:
+  """Checks the fields of `OPTIONAL` of an environment, which programs play or the policy turn by turn."""
+  most = config.agent.max_response_tokens
+  for name, allowed, told in (
+    ('max_response_tokens', (0, most), f'0 or a whole number of at most agent.max_response_tokens={most}'),
+    ('max_observation_tokens', (LEAST_TOKENS, math.inf), f'0 for no cut, or a whole number of at least {LEAST_TOKENS}'),
+  ):
+    value = values[name]
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (value and not allowed[0] <= value <= allowed[1]):
+      raise UserError(f'envs.{tag}.{name}={value!r}: must be {told}')
+  request = values['request']
+  if not isinstance(request, str):
+    raise UserError(f'envs.{tag}.request={request!r}: must be text')
+  try:
+    check_request(request)
+  except ValueError as e:
+    raise UserError(f'envs.{tag}.request={request!r}: {e}') from e
+  for name, default in OPTIONAL.items():
+    if by_programs and values[name] != default:
+      raise UserError(
+        f'envs.{tag}.{name}={values[name]!r}: must be {default!r}, since programs write their own prompts'
+      )
 
 
 def check_needs(specs: Iterable[EnvSpec]) -> None:

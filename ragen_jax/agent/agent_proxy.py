@@ -77,7 +77,8 @@ class AgentProxy:
       return
     observations, left = self.envs.reset(first_seed), self.envs.actions_left()
     for env, row in zip(*np.unique(self.envs.row_env, return_index=True), strict=True):
-      self.context.check_first_prompt(int(env), observations[row], int(left[row]), self.limits)
+      shown = self.context.shown(int(env), observations[row])
+      self.context.check_first_prompt(int(env), shown, int(left[row]), self.limits)
       self._check_replies(int(env))
 
   def _check_replies(self, env: int) -> None:
@@ -90,5 +91,5 @@ class AgentProxy:
     replies = complete_replies(spec, settings.format, self.envs.scenes(rows.tolist()).values())
     warn_if_too_long(
       spec, replies, self.context.count_reply, form=settings.format,
-      max_response_tokens=self.limits.max_response_tokens,
+      max_response_tokens=self.limits.of(spec).max_response_tokens,
     )  # fmt: skip

@@ -127,6 +127,10 @@ class ChatTokenizer:
     """`encode` for a text that is unlikely to come again: the ids are not kept."""
     return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
+  def ends(self, text: str) -> list[int]:
+    """The index behind the last character of each token of a text; equal for tokens of one character."""
+    return [end for _, end in self._backend.encode(text, add_special_tokens=False).offsets]
+
   def encode_segments(self, segments: Segments) -> Encoded:
     """Encodes segments as ids, with the columns of their images; UserError for images if the model reads none."""
     ids: tuple[int, ...] = ()
@@ -174,7 +178,7 @@ class ChatTokenizer:
 
   def opening(self, system: str, user: Observation, reply_prefix: str) -> Segments:
     """The beginning of a conversation: system and user message, and the opening of the reply."""
-    return join(self.format.beginning(self._harmless(system)), self._user(user, reply_prefix))
+    return join(self.format.beginning(self.harmless(system)), self._user(user, reply_prefix))
 
   def following(self, user: Observation, reply_prefix: str, *, closed: bool) -> Segments:
     """The segments between two replies.
@@ -202,12 +206,12 @@ class ChatTokenizer:
 
   def _user(self, message: Observation, reply_prefix: str) -> Segments:
     form = self.format
-    message = map_text(self._harmless, message)
+    message = map_text(self.harmless, message)
     message = stripped(message) if USER in form.stripped else message
     opening = f'{form.assistant.before}{form.reply_prefix(reply_prefix)}'
     return join(form.user.before, message, form.user.after + opening)
 
-  def _harmless(self, text: str) -> str:
+  def harmless(self, text: str) -> str:
     """The text with a space in each spelling of `specials`, so that it opens and ends no message."""
     return self._spelled.sub(lambda found: f'{found[0][:1]} {found[0][1:]}', text)
 

@@ -12,6 +12,7 @@ from ragen_jax.agent import templates
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.chat_template import CHATML
 from ragen_jax.agent.episode import Chat, Limits, Turn
+from ragen_jax.agent.long_observations import cut
 from ragen_jax.agent.segments import (
   Encoded,
   ImageSpan,
@@ -100,6 +101,11 @@ class ContextManager:
       for s in specs
     ]
 
+  def shown(self, env: int, observation: Observation) -> Observation:
+    """An observation as prompts show it: cut to the limit of its environment, if it has one."""
+    most = self._specs[env].max_observation_tokens
+    return cut(observation, most, self.tokenizer) if most else observation
+
   # -- prompts in tokens -----------------------------------------------------------------------------------------------
 
   def first_prompt(self, env: int, observation: Observation, actions_left: int) -> Encoded:
@@ -151,6 +157,7 @@ class ContextManager:
 
   def check_first_prompt(self, env: int, observation: Observation, actions_left: int, limits: Limits) -> None:
     """Raises UserError if an environment's first prompt and a reply do not fit under any context policy."""
+    limits = limits.of(self._specs[env])
     first = self.first_prompt(env, observation, actions_left)
     length, seen = len(first.ids), sum(span.stop - span.start for span in first.images)
     if length > limits.room:

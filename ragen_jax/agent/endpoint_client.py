@@ -116,11 +116,11 @@ class EndpointClient:
       ),
     )
 
-  def request(self, chat: Chat) -> TextReply:
-    """The reply to a conversation; RequestError if there is none."""
+  def request(self, chat: Chat, max_tokens: int = 0) -> TextReply:
+    """The reply to a conversation, of at most `max_tokens` tokens unless 0; RequestError if there is none."""
     openai = self._openai
     try:
-      return read_reply(self._receive(chat))
+      return read_reply(self._receive(chat, max_tokens))
     except openai.APIStatusError as e:
       code, retry = e.status_code, e.status_code in _RETRIED_STATUS
       detail = e.body.get('message', e.body) if isinstance(e.body, dict) else e.body or ''
@@ -140,9 +140,11 @@ class EndpointClient:
     except Exception as e:  # what the HTTP library raises while the answer is read, and answers without a reply
       raise RequestError(self._reason(type(e).__name__, e), retry=True) from e
 
-  def _receive(self, chat: Chat) -> bytes:
+  def _receive(self, chat: Chat, max_tokens: int) -> bytes:
+    least = min((n for n in (max_tokens, self._body.get('max_tokens', 0)) if n), default=0)
+    body = self._body | ({'max_tokens': least} if least else {})
     completions = self._client.chat.completions.with_streaming_response
-    with completions.create(messages=chat, extra_headers=self._headers, **self._body) as response:
+    with completions.create(messages=chat, extra_headers=self._headers, **body) as response:
       return response.read()
 
   def _begin(self, request: Any) -> None:

@@ -15,6 +15,7 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 from ragen_jax.agent.endpoint_client import KEY_VARIABLE, EndpointClient, EndpointSettings, RequestError, read_key
 from ragen_jax.agent.episode import Chat, TextReply
@@ -70,10 +71,14 @@ class EndpointSpeaker:
       return None
     tags = ', '.join(spec.tag for spec in log.envs.specs)
     _log.info('%s: turn %d of %s, %d replies', self._settings.endpoint_model, log.turn + 1, tags, len(rows))
-    return dict(zip(rows, self.replies([log.chat(row) for row in rows]), strict=True))
+    most = [log.envs.pool_of(row).spec.max_response_tokens for row in rows]
+    return dict(zip(rows, self.replies([log.chat(row) for row in rows], most), strict=True))
 
-  def replies(self, chats: list[Chat]) -> list[TextReply]:
+  def replies(self, chats: list[Chat], most: Sequence[int] = ()) -> list[TextReply]:
     """The replies to conversations, in their order.
+
+    Args:
+      most: maximum tokens of each reply, in addition to `eval.endpoint_max_tokens`; 0 for no other, () for none.
 
     Raises UserError if the server cannot be reached, or rejects the very first request.
     """
@@ -81,17 +86,17 @@ class EndpointSpeaker:
     # Requests and waits have their own limits; this limit covers all other calls, such as a name look-up, and headers
     # that trickle in.
     limit = s.endpoint_tries * (2 * s.endpoint_timeout + _LONGEST_RETRY_AFTER_S)
-    first = []
+    first, asked = [], list(zip(chats, most or [0] * len(chats), strict=True))
     if not self._reached:
       ((reply, fault),) = run_calls(
-        [functools.partial(self._first_reply, chats[0])], what='reply', workers=1, timeout_s=limit
+        [functools.partial(self._first_reply, *asked[0])], what='reply', workers=1, timeout_s=limit
       )
       if isinstance(reply, RequestError):
         raise UserError(f'{self._field}={s.endpoint!r}: {reply}') from reply
       if fault is not None:
         raise UserError(f'{self._field}={s.endpoint!r}: {fault}')
       first, self._reached = [reply], True
-    calls = [functools.partial(self._reply_or_loss, chat) for chat in chats[len(first) :]]
+    calls = [functools.partial(self._reply_or_loss, *one) for one in asked[len(first) :]]
     answers = run_calls(calls, what='reply', workers=s.endpoint_workers, timeout_s=limit)
     return [*first, *(said if fault is None else self._lose(str(fault)) for said, fault in answers)]
 
@@ -102,19 +107,19 @@ class EndpointSpeaker:
       url = self._settings.endpoint
       _log.warning('%d of the %d replies of %s were lost: %s', self.lost.total(), self.asked, url, reasons)
 
-  def _first_reply(self, chat: Chat) -> TextReply | RequestError:
+  def _first_reply(self, chat: Chat, most: int) -> TextReply | RequestError:
     try:
-      return self._reply(chat)
+      return self._reply(chat, most)
     except RequestError as e:
       return e
 
-  def _reply_or_loss(self, chat: Chat) -> TextReply:
+  def _reply_or_loss(self, chat: Chat, most: int) -> TextReply:
     try:
-      return self._reply(chat)
+      return self._reply(chat, most)
     except RequestError as e:
       return self._lose(str(e))
 
-  def _reply(self, chat: Chat) -> TextReply:
+  def _reply(self, chat: Chat, most: int) -> TextReply:
     """One reply, with retries, or the substitute for a lost reply; RequestError if further tries cannot succeed."""
     tries, reason = self._settings.endpoint_tries, ''
     for i in range(tries):
@@ -124,7 +129,7 @@ class EndpointSpeaker:
         return self._lose('no longer requested')
       time.sleep(max(wait, 0.0))
       try:
-        said = self._client.request(chat)
+        said = self._client.request(chat, most)
       except RequestError as e:
         if not e.retry or (e.unreachable and not self._reached):
           raise

@@ -16,6 +16,7 @@ import numpy as np
 from ragen_jax.agent.segments import Observation
 from ragen_jax.agent.world_model.state_reward import NO_REWARD, ReplyReward, ReplyRewardSettings
 from ragen_jax.envs.scenes import Scene
+from ragen_jax.envs.spec import EnvSpec
 
 Chat = list[dict[str, str]]
 
@@ -72,6 +73,10 @@ class Limits:
   decode_chunk: int
   rows_in_flight: int
   replies: ReplyRewardSettings
+
+  def of(self, spec: EnvSpec) -> Limits:
+    """The limits in one environment, whose replies may have a lower limit."""
+    return dataclasses.replace(self, max_response_tokens=spec.max_response_tokens or self.max_response_tokens)
 
   @property
   def room(self) -> int:

@@ -21,7 +21,7 @@ class EpisodeLog:
 
   Attributes:
     timeline: the token rows, which speakers with tokens write.
-    observations: the current observations, one for each row.
+    observations: the current observations, one for each row, as prompts show them.
     actions_left: i32[B], actions that each episode still has.
     status: i32[B], the `Status` of each row.
     episodes: the episodes with their turns so far, one for each row.
@@ -48,7 +48,8 @@ class EpisodeLog:
     rows = envs.rows
     self.envs, self.context, self.limits = envs, context, limits
     self.timeline = Timeline(rows, limits.max_context if writes_tokens else 0)
-    self.observations, self.actions_left = observations, envs.actions_left()
+    self.observations = [context.shown(e, x) for e, x in zip(envs.row_env.tolist(), observations, strict=True)]
+    self.actions_left = envs.actions_left()
     form = context.settings.format
     graded = [described_sections(form) if spec.env.scene_kinds else () for spec in envs.specs]
     self.episodes = [
@@ -79,8 +80,13 @@ class EpisodeLog:
   def past(self, row: int) -> list[Turn]:
     return self.episodes[row].turns
 
-  def prompts(self, room: int, rows: Collection[int]) -> dict[int, Prompt]:
-    """The token prompts of live rows that wait for a reply. An episode ends if its prompt exceeds `room` columns.
+  def limits_of(self, row: int) -> Limits:
+    """The limits of a row's episode."""
+    return self.limits.of(self.envs.specs[self.envs.row_env[row]])
+
+  def prompts(self, rows: Collection[int], *, room: int | None = None) -> dict[int, Prompt]:
+    """The token prompts of live rows that wait for a reply. An episode ends if its prompt needs more than `room`
+    columns, by default the room of its limits.
 
     Raises:
       UserError: a first prompt does not fit. For an environment outside JAX only the episode ends, because its prompts
@@ -90,7 +96,8 @@ class EpisodeLog:
     for row in rows:
       env, left = int(self.envs.row_env[row]), int(self.actions_left[row])
       used = int(self.timeline.length[row])
-      prompt = self.context.prompt(env, self.past(row), self.observations[row], left, used=used, room=room)
+      own = self.limits_of(row).room if room is None else room
+      prompt = self.context.prompt(env, self.past(row), self.observations[row], left, used=used, room=own)
       if prompt is not None:
         prompts[row] = prompt
         continue
@@ -116,14 +123,17 @@ class EpisodeLog:
 
   def record(self, replies: Mapping[int, TextReply], parsed: Mapping[int, ParsedReply], result: StepResult) -> None:
     """Records and rewards a turn of the rows that replied (row -> reply), and ends episodes that are over."""
-    envs, before, left = self.envs, self.observations, self.actions_left
+    envs, context, before, left = self.envs, self.context, self.observations, self.actions_left
     chats = {row: self.chat(row) for row in self._pictures if row in replies} if self._keeps_chats else {}
-    self.observations, self.actions_left, faults = envs.render(), envs.actions_left(), envs.faults
+    now, self.actions_left, faults = envs.render(), envs.actions_left(), envs.faults
+    self.observations = [
+      context.shown(int(envs.row_env[row]), x) if row in replies else before[row] for row, x in enumerate(now)
+    ]
     scenes = self._scenes
     self._scenes = scenes | envs.scenes([row for row in replies if row in scenes])
     for row in sorted(replies):
       reply, read = replies[row], parsed[row]
-      tokens = len(self.context.tokenizer.encode(reply.text)) if reply.tokens is None else reply.tokens
+      tokens = len(context.tokenizer.encode(reply.text)) if reply.tokens is None else reply.tokens
       turn = Turn(
         observation=before[row],
         reply=reply.text,

@@ -40,8 +40,9 @@ def warn_if_too_long(
   words = [len(_TAG.sub(' ', reply).split()) for reply in replies]
   # A tokenizer with tokens for whole sentences belongs to a model that was trained on them, whatever its prompt says.
   counted = words if all(t >= w for t, w in zip(tokens, words, strict=True)) else []
+  section = f'envs.{spec.tag}' if spec.max_response_tokens else 'agent'
   for field, limit, found, unit in (
-    ('agent.max_response_tokens', max_response_tokens, tokens, 'tokens'),
+    (f'{section}.max_response_tokens', max_response_tokens, tokens, 'tokens'),
     (f'envs.{spec.tag}.max_words', spec.max_words, counted, 'words'),
   ):
     over = sum(n > limit for n in found)

@@ -158,12 +158,12 @@ class SamplerSpeaker:
     schedule.release(log.status == Status.RUNNING)
     held = set(schedule.held)
     waiting = [row for row in log.live if row not in held]
-    prompts = log.prompts(log.limits.room, sorted(r for r in held if r not in self._open))
+    prompts = log.prompts(sorted(r for r in held if r not in self._open))
     # A prompt that does not fit ends its episode, and its slot is free for the next one.
     schedule.release(log.status == Status.RUNNING)
     while waiting and schedule.has_room:
       row = waiting.pop(0)
-      if prompt := log.prompts(log.limits.room, [row]):
+      if prompt := log.prompts([row]):
         schedule.admit(row)
         prompts |= prompt
     return prompts
@@ -255,7 +255,9 @@ class SamplerSpeaker:
     while True:
       call = self._schedule.decode(self._open, decoded)
       slots, keys = self._schedule.slots.reshape(-1)[call.at], self._keys
-      left = [limits.max_response_tokens - len(self._open[r]) if r in self._open else 0 for r in slots.tolist()]
+      left = [
+        log.limits_of(r).max_response_tokens - len(self._open[r]) if r in self._open else 0 for r in slots.tolist()
+      ]
       self._state, reply, goes_on = self._sampler.decode(
         self._params,
         self._state,

@@ -111,6 +111,17 @@ def request_fields(request: str) -> list[str]:
   return names
 
 
+def check_request(request: str) -> None:
+  """Raises ValueError, with what is allowed, if a request names what it cannot be filled with."""
+  allowed = f'allowed: text, with {", ".join(f"{{{name}}}" for name in REQUEST_FIELDS)} where their values belong'
+  try:
+    names = request_fields(request)
+  except ValueError as e:
+    raise ValueError(f'{e}; {allowed}; a brace itself is {{{{ or }}}}') from e
+  if not set(names) <= set(REQUEST_FIELDS):
+    raise ValueError(allowed)
+
+
 def shown_actions(spec: EnvSpec, turn: int, observation: Observation) -> tuple[list[str], list[str]]:
   """The actions that a request shows: those of the example of a reply, and a list of all, empty for free text.
 
@@ -132,7 +143,7 @@ def _request(spec: EnvSpec, turn: int, observation: Observation, settings: Conte
   separator = f' {settings.action_sep} ' if spec.actions_a_turn > 1 else ' or '  # as in a reply
   form = describe_form(settings.format, *([_WHOLE_ANSWER] if spec.env.whole_answer else []))
   return plain(
-    settings.request.format(
+    (spec.request or settings.request).format(
       form=form,
       example=example_of(settings.format, f' {settings.action_sep} '.join(example)),
       actions=separator.join(listed) or _ACTIONS_OF_RULES,

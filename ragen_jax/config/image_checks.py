@@ -46,11 +46,13 @@ def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eva
 def _check_context(config: ConfigDict, spec: EnvSpec, columns: int) -> None:
   """Checks that an observation whose images need so many columns leaves room for its text and a reply."""
   agent = config.agent
-  room = agent.max_context - agent.max_response_tokens
+  own = spec.max_response_tokens or agent.max_response_tokens
+  field = f'envs.{spec.tag}' if spec.max_response_tokens else 'agent'
+  room = agent.max_context - own
   if columns >= room:
     raise UserError(
       f'{_field(spec)}: the images of an observation need {columns} tokens; agent.max_context={agent.max_context} less '
-      f'agent.max_response_tokens={agent.max_response_tokens} leaves {max(room, 0)} for a prompt, with its text'
+      f'{field}.max_response_tokens={own} leaves {max(room, 0)} for a prompt, with its text'
     )
 
 

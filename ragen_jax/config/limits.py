@@ -44,6 +44,8 @@ AT_MOST: dict[str, float] = {
   'envs.*.max_actions': 65536,
   'envs.*.max_actions_per_turn': 65536,
   'envs.*.max_words': _MILLION,
+  'envs.*.max_response_tokens': _MILLION,
+  'envs.*.max_observation_tokens': _MILLION,
   'sft.actions_per_turn': 65536,
   'plan.turns': 65536,
   # Threads and connections.

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.env_manager import LEVELS_PER_SEED, first_training_level
-from ragen_jax.agent.templates import REQUEST_FIELDS, request_fields
+from ragen_jax.agent.templates import check_request
 from ragen_jax.agent.world_model.formats import FORMATS, described_sections
 from ragen_jax.agent.world_model.state_reward import PLACES
 from ragen_jax.config import rules
@@ -88,12 +88,10 @@ def check_replies(config: ConfigDict) -> None:
 
 def _check_request(config: ConfigDict) -> None:
   """Checks that the request for a reply names only what it can be filled with."""
-  allowed = f'allowed: text, with {", ".join(f"{{{name}}}" for name in REQUEST_FIELDS)} where their values belong'
   try:
-    names = request_fields(config.agent.request)
+    check_request(config.agent.request)
   except ValueError as e:
-    raise UserError(f'agent.request={config.agent.request!r}: {e}; {allowed}; a brace itself is {{{{ or }}}}') from e
-  rules.check(config, 'agent.request', set(names) <= set(REQUEST_FIELDS), allowed)
+    raise UserError(f'agent.request={config.agent.request!r}: {e}') from e
 
 
 def _check_state_reward(config: ConfigDict, unknown: list[str]) -> None:

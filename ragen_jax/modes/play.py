@@ -131,7 +131,7 @@ class Person:
     """See `agent.speakers.Speaker`. Shows the state and reads lines until a line has actions or leaves the level."""
     if not log.live:
       return None
-    prompt = log.prompts(sys.maxsize, [0])[0]
+    prompt = log.prompts([0], room=sys.maxsize)[0]
     self.conversation = [*([] if prompt.fresh else self.conversation), *prompt.ids]
     self._stdout.write(self._outcome(log.past(0)) + self._state(log))
     names = self._ask(self._state(log), lambda: self._hint(log))

@@ -172,11 +172,17 @@ def sampler_images(config: ConfigDict, policy: LanguageModel, rows: int, width: 
   )
 
 
+def prompt_room(config: ConfigDict) -> int:
+  """The most tokens of a prompt, and of a row with its next prompt, in the environment with the shortest replies."""
+  agent, tags = config.agent, {*config.train.tags, *config.eval.tags}
+  replies = (config.envs[tag].get('max_response_tokens', 0) or agent.max_response_tokens for tag in tags)
+  return agent.max_context - min(replies, default=agent.max_response_tokens)
+
+
 def prompt_columns(config: ConfigDict) -> int:
   """Columns of the longest observation, or of the piece of it, that one call feeds."""
-  agent = config.agent
-  room = agent.max_context - agent.max_response_tokens
-  tokens = min(config.plan.prompt_tokens + visual_columns(config), room) if agent.context == 'full' else room
+  most = prompt_room(config)
+  tokens = min(config.plan.prompt_tokens + visual_columns(config), most) if config.agent.context == 'full' else most
   shapes = sampler_shapes(config, 1, 1)
   return shapes.whole(tokens, before=0) if visual_columns(config) else max(shapes.pieces(tokens, before=0))
 

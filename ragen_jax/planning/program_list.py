@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build, build_agents
 from ragen_jax.agent.sampler_speaker import rows_at_once
 from ragen_jax.distributed.sharding import row_shards
-from ragen_jax.planning.abstract import chunk_columns, episodes, planned_room, sampler_shapes, shape_of
+from ragen_jax.planning.abstract import chunk_columns, episodes, planned_room, prompt_room, sampler_shapes, shape_of
 from ragen_jax.sampling.draw import GREEDY, Sampling
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import BatchingSettings
@@ -60,10 +60,10 @@ def rows(config: ConfigDict, sampler: Sampler) -> dict[str, int]:
 
 def of_sampler(config: ConfigDict, shards: int, rows: Mapping[str, int]) -> list[Program]:
   """The programs of rollouts and evaluations of environments; see `Shapes.programs`."""
-  agent, found = config.agent, []
+  found = []
   for phase, drawn in samplings(config).items():
     found += sampler_shapes(config, rows[phase], shards).programs(
-      drawn, room=agent.max_context - agent.max_response_tokens, drop_finished=agent.drop_finished,
+      drawn, room=prompt_room(config), drop_finished=config.agent.drop_finished,
     )  # fmt: skip
   return list(dict.fromkeys(found))
 

@@ -140,6 +140,7 @@ REPLACED = {'agent.think': "it is agent.format now, 'free_think' for True and 'n
 
 # Field, or pattern of fields -> the value by which versions without this field acted.
 BEFORE = {
+  'envs.*.max_response_tokens': 0, 'envs.*.max_observation_tokens': 0, 'envs.*.request': '',
   'model.vision': 'frozen', 'envs.*.tile': 0, 'envs.*.observation': 'text', 'reward.format_reward': 0.0,
   'reward.state_reward': 0.0, 'reward.state_floor': 0.5, 'reward.state_place': 'turn',
   'algorithm.policy_loss': 'ppo', 'algorithm.tau_pos': 1.0, 'algorithm.tau_neg': 1.05, 'algorithm.dro_beta': 0.05,

@@ -160,7 +160,11 @@ class Demonstrator:
     context, timeline = log.context, log.timeline
     prompt = context.next_prompt(env, log.past(row), log.observations[row], int(log.actions_left[row]))
     reply = written_reply(context, plan.names, plan.texts)
-    if timeline.length[row] + len(prompt.ids) + len(reply.ids) > log.limits.max_context:
+    spec = log.envs.specs[env]
+    too_long = len(reply.ids) > log.limits_of(row).max_response_tokens and (
+      spec.env.is_outside or spec.max_response_tokens  # the plans of solvers have bounds of their own
+    )
+    if too_long or timeline.length[row] + len(prompt.ids) + len(reply.ids) > log.limits.max_context:
       log.leave(row, Status.OUT_OF_CONTEXT)
       return None
     timeline.append_context(row, prompt.ids, log.turn, prompt.images)

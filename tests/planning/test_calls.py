@@ -50,7 +50,10 @@ class _Log:
   def past(self, row):
     return [None] * self.turn[row]
 
-  def prompts(self, room, rows):
+  def limits_of(self, row):
+    return self.limits
+
+  def prompts(self, rows):
     fresh = {row: not self.assumed.whole or self.turn[row] == 0 for row in rows}
     return {row: Prompt(ids=self._ids(row, fresh[row]), fresh=fresh[row]) for row in rows}
 

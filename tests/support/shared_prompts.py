@@ -82,7 +82,10 @@ class MadeUpLog:
   def past(self, row):
     return [None] * self.turn[row]
 
-  def prompts(self, room, rows):
+  def limits_of(self, row):
+    return self.limits
+
+  def prompts(self, rows):
     return {row: self.episodes.prompt(row, self.turn[row]) for row in rows}
 
   def begin_row(self, row):

@@ -43,7 +43,7 @@ class ServedSpeaker:
     if not log.live:
       return None
     (row,) = log.live
-    prompt = log.prompts(log.limits.room, [row]).get(row)
+    prompt = log.prompts([row]).get(row)
     if prompt is None:
       return {}
     if prompt.images:
@@ -52,7 +52,7 @@ class ServedSpeaker:
     if prompt.fresh:
       line.begin_row(row)
     line.append_context(row, prompt.ids, turn)
-    call, ids = self._ask(line.tokens[row, : line.length[row]].tolist(), log.limits.max_response_tokens)
+    call, ids = self._ask(line.tokens[row, : line.length[row]].tolist(), log.limits_of(row).max_response_tokens)
     line.append_reply(row, ids, turn)
     self.calls.append(call)
     (text,) = log.context.reply_texts([ids])
