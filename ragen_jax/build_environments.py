@@ -19,7 +19,7 @@ from ragen_jax.utils import foreign
 from ragen_jax.utils.errors import UserError, describe_error, did_you_mean, one_line
 
 # Types of environments that call no foreign code in this process when they are made.
-_OWN_CODE = frozenset(registry.TYPES) - {'python', 'gymnasium'}
+_OWN_CODE = frozenset(registry.TYPES) - {'python', 'gymnasium', 'dataset'}
 _BUDGET_FIELDS = ('max_turns', 'max_actions', 'max_actions_per_turn')
 
 

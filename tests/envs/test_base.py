@@ -26,7 +26,8 @@ ACTIONS = {
 
 def test_every_type_in_jax_is_tested_here():
   assert {name for name, cls in envs.TYPES.items() if not cls.is_outside} == set(ACTIONS)
-  assert {name for name, cls in envs.TYPES.items() if cls.is_outside} == {'python', 'gymnasium', 'http', 'agent'}
+  outside = {name for name, cls in envs.TYPES.items() if cls.is_outside}
+  assert outside == {'python', 'gymnasium', 'http', 'agent', 'dataset'}
 
 
 @pytest.mark.parametrize('name', ACTIONS)

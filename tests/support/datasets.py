@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 
 from hypothesis import HealthCheck, settings
 
@@ -64,3 +65,11 @@ def broken(gold, answer):
     'none': None, 'text': '1', 'two': 2, 'less': -0.1, 'nan': float('nan'), 'three': (1, {}, 3), 'list': (1, ['a']),
     'name': (1, {'No Good': 1}), 'value': (1, {'good': float('inf')}), 'number': (0.5, {'good': True}), 'yes': True,
   }[answer]  # fmt: skip
+
+
+def reference_answers(env: DatasetEnvironment, seeds: Sequence[int]) -> list[list[str]]:
+  """The actions of the expert at the beginning of the episodes of these seeds."""
+  rows = range(len(seeds))
+  session = env.open(len(seeds))
+  session.reset(rows, list(seeds), [0] * len(seeds))
+  return session.expert(rows)

@@ -213,3 +213,29 @@ def lines(path):
   """The lines of a file of notes."""
   path = pathlib.Path(path)
   return path.read_text().splitlines() if path.exists() else []
+
+
+class Quiz:
+  """Questions whose wording, items and answers the class tells."""
+
+  system, state_label, counts_turns, whole_answer = 'You answer.', 'Question', False, True
+  rules = 'Add one.'
+
+  def level_id(self, seed):
+    if seed == 99:
+      raise KeyError('no such item')
+    return f'item {seed % 3}'
+
+  def reset(self, seed):
+    self.number = seed
+    return str(seed)
+
+  def step(self, action):
+    right = action == str(self.number + 1)
+    return 'over', float(right), True, {'success': right, 'metrics': {'letters': len(action)}}
+
+  def expert(self):
+    return None if self.number == 5 else [str(self.number + 1)]
+
+  def rationale(self):
+    return f'One more than {self.number}.'

@@ -192,13 +192,6 @@ class DatasetEnvironment(TextEnvironment):
     """Whether reference answers are known."""
     return self._verifier.has_reference or bool(self.fields['solution'])
 
-  def expert(self, seeds: Sequence[int], members: Sequence[int]) -> list[list[str]]:
-    """The reference answer of each episode, as its one action; none for an item without."""
-    del members
-    answers = [self._verifier.reference(self.item(seed)) for seed in seeds]
-    written = answers if self._toolbox is None else [write_call(FINISH, answer) for answer in answers]
-    return [[text] if answer.strip() else [] for answer, text in zip(answers, written, strict=True)]
-
   def open(self, rows: int) -> DatasetSession:
     """A session; the items are read at its first reset if they were not before."""
     return DatasetSession(self, self._verifier, self._toolbox, rows)
@@ -252,6 +245,17 @@ class DatasetSession(Session):
         info = {'success': False, 'effective': outcome.valid, 'metrics': outcome.metrics}
         results[i] = outcome.text, 0.0, False, info
     return results
+
+  def expert(self, rows: Sequence[int]) -> list[Any]:
+    """See `Session`: the reference answer, as one action; none for an item without."""
+    answers = [self._verifier.reference(self._rows[row].item) for row in rows]
+    written = answers if self._tools is None else [write_call(FINISH, answer) for answer in answers]
+    return [[text] if answer.strip() else [] for answer, text in zip(answers, written, strict=True)]
+
+  def rationale(self, rows: Sequence[int]) -> list[Any]:
+    """See `Session`: the worked solution, unless it is the reference answer itself."""
+    items = [self._rows[row].item for row in rows]
+    return ['' if self._verifier.reference(item) == item.solution else item.solution for item in items]
 
   def _grade(self, rows: Sequence[int], answers: Sequence[str]) -> list[Any]:
     """The outcome of one answer of each row."""

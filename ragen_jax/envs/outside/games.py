@@ -19,6 +19,8 @@ from ragen_jax.utils.threads import Fault
 
 _log = logging.getLogger(__name__)
 
+# Attributes of a class that change its prompts, see `Game`.
+WORDING = ('system', 'state_label', 'counts_turns', 'whole_answer')
 LOST = 'the process of the row ended'  # kind of a fault
 
 
@@ -64,9 +66,23 @@ class PythonGames:
       ) from e
     defaults = {'rules': '', 'legend': {}, 'action_names': (), 'action_help': ''}
     try:
-      return {field: _attribute(f'python: {self._path}', game, field, default) for field, default in defaults.items()}
+      told = {field: _attribute(f'python: {self._path}', game, field, default) for field, default in defaults.items()}
+      # The other fields have the defaults of `Game`, which cannot be loaded here.
+      told['wording'] = {
+        field: _attribute(f'python: {self._path}', game, field, None) for field in WORDING if hasattr(game, field)
+      }
     finally:
       self._close(game)
+    return told | {f'has_{name}': callable(getattr(self._class, name, None)) for name in ('expert', 'level_id')}
+
+  @functools.cached_property
+  def _asked(self) -> Any:
+    """The object that is asked for the ids of levels."""
+    return self._new()
+
+  def level_id(self, seed: int) -> Any:
+    """What the class's `level_id` returns for a seed."""
+    return self._asked.level_id(seed)
 
 
 class PythonGame:
@@ -76,6 +92,7 @@ class PythonGame:
     self._game = game
     self.step = game.step
     self.close = getattr(game, 'close', lambda: None)
+    self.expert, self.rationale = getattr(game, 'expert', None), getattr(game, 'rationale', lambda: '')
     self._takes_member = 'member' in inspect.signature(game.reset).parameters
 
   def reset(self, seed: int, member: int) -> Any:
@@ -213,8 +230,8 @@ class GymnasiumGame:
     terminated, truncated = _flag('terminated', terminated), _flag('truncated', truncated)
     done = terminated or truncated
     success = done and self.is_won(observation, reward, terminated, truncated, info)
-    outcome = {'success': success} | ({'effective': info['effective']} if 'effective' in info else {})
-    return self._observation(observation), reward, done, outcome
+    told = {key: info[key] for key in ('effective', 'metrics') if key in info}
+    return self._observation(observation), reward, done, {'success': success, **told}
 
   def is_won(self, observation: Any, reward: Any, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> bool:
     """Whether a game that is over was won."""
@@ -300,6 +317,15 @@ class Rows:
     except BaseException:
       close_game(self._rows.pop(key))
       raise
+
+  def advise(self, what: str, session: int, row: int) -> Any:
+    """What a game's method `expert` or `rationale` returns; it keeps the game, also if the method raises."""
+    game = self._rows.get((session, row))
+    return Fault(LOST) if game is None else getattr(game, what)()
+
+  def level_id(self, seed: int) -> Any:
+    """See `PythonGames.level_id`."""
+    return self._games.level_id(seed)
 
   def forget(self, session: int) -> None:
     """Closes the games of a session."""

@@ -100,7 +100,7 @@ class GameProcesses:
     self.workers = Workers(_FACTORY, args, count=count, memory_mib=memory_mib, name=name)
     self._sessions = itertools.count()
     self._ended: list[int] = []  # sessions; added to by finalizers, which may run at any place
-    # Reads actions; its end, if it hangs, must not concern rows. Without a parser it is not started.
+    # Reads actions and the ids of levels; its end, if it hangs, must not concern rows. It starts when it is needed.
     self._parser = Worker(_FACTORY, args, memory_mib=memory_mib, name=f'{name} parser')
 
   def describe(self, where: str) -> dict[str, Any]:
@@ -122,6 +122,17 @@ class GameProcesses:
     """Whether a text names an action, and what is wrong with the parser, or ''."""
     result, fault = self._parser.call('is_action', text, timeout_s=self.step_timeout_s)
     return (False, str(fault)) if fault is not None else result
+
+  def level_id(self, seed: int) -> Any:
+    """See `PythonGames.level_id`.
+
+    Raises:
+      RuntimeError: the process did not answer.
+    """
+    result, fault = self._parser.call('level_id', seed, timeout_s=self.step_timeout_s)
+    if fault is not None:
+      raise RuntimeError(str(fault))
+    return result
 
   def open(self, rows: int) -> ProcessSession:
     """A session with one object for each row."""
@@ -172,6 +183,12 @@ class ProcessSession(Session):
     chosen = dict(zip(rows, actions, strict=True))
     return self._spread('step', rows, lambda worker, own: self._step(worker, {row: chosen[row] for row in own}))
 
+  def expert(self, rows: Sequence[int]) -> list[Any]:
+    return self._spread('expert', rows, functools.partial(self._advise, 'expert'))
+
+  def rationale(self, rows: Sequence[int]) -> list[Any]:
+    return self._spread('rationale', rows, functools.partial(self._advise, 'rationale'))
+
   def _spread(self, what: str, rows: Sequence[int], play: Callable[[Worker, list[int]], dict[int, Any]]) -> list[Any]:
     """The results of rows, each played by the worker that it belongs to."""
     count = len(self._processes.workers.workers)
@@ -217,6 +234,17 @@ class ProcessSession(Session):
         fault = self._lost(worker)
       results[row] = fault or result
       self._homes[row] = 0 if fault else home
+    return results
+
+  def _advise(self, what: str, worker: Worker, rows: Sequence[int]) -> dict[int, Any]:
+    """What the objects of the rows of one worker say."""
+    results: dict[int, Any] = {}
+    for row in rows:
+      if self._homes[row] == 0 or self._homes[row] != worker.process:
+        self._homes[row], results[row] = 0, self._lost(worker)
+        continue
+      result, fault = worker.call('advise', what, self.number, row, timeout_s=self._processes.step_timeout_s)
+      results[row] = result if fault is None else fault
     return results
 
   def _lost(self, worker: Worker) -> Fault:

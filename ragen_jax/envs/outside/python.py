@@ -16,12 +16,10 @@ from ragen_jax.envs.options import (
   check_workers,
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
-from ragen_jax.envs.outside.games import PythonGames
+from ragen_jax.envs.outside.games import WORDING, PythonGames
 from ragen_jax.envs.outside.images import ImageForm, check_image_options
 from ragen_jax.envs.outside.local import LocalSession, close_all
 from ragen_jax.envs.outside.processes import game_processes
-
-_WORDING = ('system', 'state_label', 'counts_turns', 'whole_answer')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +40,6 @@ class PythonEnvironment(TextEnvironment):
     close()                             optional; called when the object is no longer needed.
     level_id(seed) -> str               optional: which item the level of a seed is, see `TextEnvironment.level_id`. An
                                         object that plays no episode is asked.
-
     expert() -> list[str]               optional: reference actions for the next turn, from the present state.
     rationale() -> str                  optional: the thought behind them, for demonstrations.
 
@@ -55,7 +52,7 @@ class PythonEnvironment(TextEnvironment):
     whole_answer                        optional: whether the whole text of an answer is one action.
     system, state_label, counts_turns   optional: the wording of the prompts, see `Game`.
 
-  The constructor makes one object to read these four. With `processes`, all code of the class runs in worker processes;
+  The constructor makes one object to read these. With `processes`, all code of the class runs in worker processes;
   also its module is not loaded in this one.
 
   Attributes:
@@ -102,6 +99,10 @@ class PythonEnvironment(TextEnvironment):
       '_legend': check_legend(where, 'legend', about['legend']),
       '_action_names': check_action_names(where, about['action_names']),
       '_action_help': check_text(where, 'action_help', about['action_help']),
+      '_wording': check_wording(
+        where, **{field: about['wording'].get(field, getattr(TextEnvironment, field)) for field in WORDING}
+      ),
+      '_about': about,
       '_games': games,
     }
     for field, value in texts.items():
@@ -126,7 +127,7 @@ class PythonEnvironment(TextEnvironment):
 
   @property
   def has_expert(self) -> bool:
-    return callable(getattr(self._class, 'expert', None))
+    return self._about['has_expert']
 
   @property
   def system(self) -> str:
@@ -139,6 +140,9 @@ class PythonEnvironment(TextEnvironment):
   @property
   def counts_turns(self) -> bool:
     return self._wording['counts_turns']
+
+  def level_id(self, seed: int) -> str | None:
+    return self._games.level_id(seed) if self._about['has_level_id'] else None
 
   def rules(self) -> str:
     return self._rules

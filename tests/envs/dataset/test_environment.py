@@ -11,7 +11,7 @@ from ragen_jax import envs as registry
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.outside.base import TextStep, read_observation, read_step
 from ragen_jax.utils.threads import Fault
-from tests.support.datasets import FUNCTIONS, make, write_lines
+from tests.support.datasets import FUNCTIONS, make, reference_answers, write_lines
 from tests.support.environments import raises_one_line
 
 ROWS = [{'question': f'{i} + 1?', 'answer': i + 1, 'solution': f'add: {i + 1}', 'group': i // 2} for i in range(10)]
@@ -30,8 +30,8 @@ def test_a_right_answer_pays_and_ends_the_episode(path):
   session = make(path=path, verifier='number', order='fixed').open(2)
   assert session.reset([0, 1], [3, 14], [0, 0]) == ['3 + 1?', '4 + 1?']
   right, wrong = session.step([0, 1], ['4', '4'])
-  assert read_step(right) == TextStep('The answer is right.', 1.0, True, True, True)
-  assert read_step(wrong) == TextStep('The answer is wrong.', 0.0, True, False, True)
+  assert read_step(right) == TextStep('The answer is right.', 1.0, True, True, True, {'attempts': 1.0})
+  assert read_step(wrong) == TextStep('The answer is wrong.', 0.0, True, False, True, {'attempts': 1.0})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_choices_are_part_of_the_question(tmp_path):
   session = env.open(1)
   assert session.reset([0], [0], [0]) == ['Where?\nA. Rome\nB. Paris']
   assert env.rules() == 'Choose the right answer.' and env.action_help == 'Your answer is the letter of a choice.'
-  assert steps(session, 0, 'Paris')[0][1] == 1.0 and env.expert([0], [0]) == [['B']]
+  assert steps(session, 0, 'Paris')[0][1] == 1.0 and reference_answers(env, [0]) == [['B']]
 
 
 def test_the_words_of_the_prompt_follow_the_options(path):
@@ -117,7 +117,7 @@ def test_the_words_of_the_prompt_follow_the_options(path):
   assert make(path=path, instruction='Be brief.', attempts=3).rules() == 'Be brief.'
   helps = {make(path=path, verifier=name).action_help for name in ('exact', 'number', 'choice', 'f1', 'math')}
   assert len(helps) == 5
-  assert env.parse_action(' a || b\nc ') == 'a || b\nc' and env.parse_action(' \n') is None and not env.action_words
+  assert env.parse_action(' a || b\nc ') == ' a || b\nc ' and env.parse_action(' \n') is None and not env.action_words
 
 
 def test_reference_answers_are_right(path):
@@ -125,11 +125,11 @@ def test_reference_answers_are_right(path):
     env = make(path=path, verifier=name, fields=fields, order='fixed')
     assert env.has_expert
     if name != 'math':
-      assert env.expert([3, 12], [0, 1]) == [['4'], ['3']]
+      assert reference_answers(env, [3, 12]) == [['4'], ['3']]
   env = make(path=path, verifier=f'{FUNCTIONS}:is_in')
-  assert not env.has_expert and env.expert([0], [0]) == [[]]
+  assert not env.has_expert and reference_answers(env, [0]) == [[]]
   env = make(path=path, verifier=f'{FUNCTIONS}:is_in', fields={'solution': 'solution'}, order='fixed')
-  assert env.has_expert and env.expert([3], [0]) == [['add: 4']]
+  assert env.has_expert and reference_answers(env, [3]) == [['add: 4']]
 
 
 def test_no_data_are_read_before_they_are_needed(tmp_path):
@@ -137,7 +137,12 @@ def test_no_data_are_read_before_they_are_needed(tmp_path):
   assert env.rules() and env.action_help
   env.check_budget(Budget(1, 1, 1))
   session = env.open(1)
-  for call in (env.check, lambda: env.level_id(0), lambda: session.reset([0], [0], [0]), lambda: env.expert([0], [0])):
+  for call in (
+    env.check,
+    lambda: env.level_id(0),
+    lambda: session.reset([0], [0], [0]),
+    lambda: reference_answers(env, [0]),
+  ):
     with raises_one_line(r"path='.*nowhere\.jsonl': cannot be read \(No such file"):
       call()
 

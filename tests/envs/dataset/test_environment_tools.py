@@ -11,6 +11,7 @@ from ragen_jax import build
 from ragen_jax import envs as registry
 from ragen_jax.envs.outside.base import read_step
 from ragen_jax.utils.threads import Fault
+from tests.support.datasets import reference_answers
 from tests.support.environments import raises_one_line
 from tests.support.user_tools import TOOLS
 
@@ -62,12 +63,12 @@ def test_without_tools_the_answer_is_the_text(path):
   env = make(path)
   _, (step,) = play(env, [f'finish[{env.item(0).gold[0]}]'], rows=(0,))
   assert not step.success and step.done
-  assert 'finish' not in env.rules() and env.expert([0], [0]) == [[env.item(0).gold[0]]]
+  assert 'finish' not in env.rules() and reference_answers(env, [0]) == [[env.item(0).gold[0]]]
 
 
 def test_the_expert_finishes_with_the_reference(path):
   env = make(path, 'shout')
-  answers = [actions[0] for actions in env.expert([0, 1], [0, 0])]
+  answers = [actions[0] for actions in reference_answers(env, [0, 1])]
   assert answers == [f'finish[{env.item(seed).gold[0]}]' for seed in (0, 1)]
   assert all(step.success for step in play(env, answers)[1])
 

@@ -11,7 +11,7 @@ from ragen_jax.envs.dataset.generators import ReasoningGym
 from ragen_jax.envs.dataset.items import Item
 from ragen_jax.envs.dataset.verifiers import VerifierSettings
 from ragen_jax.utils.threads import Fault
-from tests.support.datasets import make
+from tests.support.datasets import make, reference_answers
 from tests.support.environments import raises_one_line
 
 
@@ -32,7 +32,7 @@ def test_items_and_scores_are_those_of_the_package(package, name):
   assert [item.question for item in env.items] == [theirs[i]['question'].strip() for i in range(30)]
   session = env.open(30)
   session.reset(range(30), range(30), [0] * 30)
-  answers = [own[0] if i % 3 else 'wrong' for i, own in enumerate(env.expert(range(30), [0] * 30))]
+  answers = [own[0] if i % 3 else 'wrong' for i, own in enumerate(reference_answers(env, range(30)))]
   scores = [theirs.score_answer(answer, theirs[i]) for i, answer in enumerate(answers)]
   results = session.step(range(30), answers)
   assert [x[3]['metrics']['package_score'] for x in results] == scores
@@ -46,7 +46,7 @@ def test_another_seed_makes_other_items(package):
 def test_an_answer_with_two_numbers_or_a_wrong_sign_is_not_paid(package):
   """The package's own rule takes the first number, without its sign."""
   env = generated('gsm_symbolic')
-  (answer,) = env.expert([0], [0])[0]
+  (answer,) = reference_answers(env, [0])[0]
   theirs = package.create_dataset('gsm_symbolic', size=1, seed=0)
   session = env.open(4)
   session.reset(range(4), [0] * 4, [0] * 4)
@@ -58,7 +58,7 @@ def test_an_answer_with_two_numbers_or_a_wrong_sign_is_not_paid(package):
 def test_puzzles_without_one_right_answer_are_scored(package):
   env = generated('rubiks_cube', size=3)
   env.check()
-  assert env.expert([0], [0]) == [[]]
+  assert reference_answers(env, [0]) == [[]]
   session = env.open(1)
   session.reset([0], [0], [0])
   assert session.step([0], ['U'])[0][1] == 0.0

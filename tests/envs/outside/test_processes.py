@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ragen_jax import envs as registry
-from ragen_jax.envs.outside.base import TextStep, read_observation, read_step
+from ragen_jax.envs.outside.base import TextStep, read_expert, read_observation, read_step
 from ragen_jax.envs.outside.processes import game_processes
 from ragen_jax.utils.threads import Fault
 from tests.support.environments import raises_one_line
@@ -312,3 +312,38 @@ def test_a_parser_that_hangs_says_no_and_costs_no_row():
 def test_wrong_options_of_gymnasium_are_named_in_one_line(options, message):
   with raises_one_line(message):
     push(processes=2, **options)
+
+
+# -- what a class tells of itself --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('processes', [0, 2])
+def test_wording_items_experts_and_metrics_are_those_of_the_class(processes):
+  env = make('Quiz', processes=processes)
+  assert (env.system, env.state_label, env.counts_turns, env.whole_answer) == ('You answer.', 'Question', False, True)
+  assert [env.level_id(seed) for seed in range(4)] == ['item 0', 'item 1', 'item 2', 'item 0']
+  with pytest.raises((KeyError, RuntimeError), match='no such item'):
+    env.level_id(99)
+  session = env.open(3)
+  session.reset(range(3), [1, 5, 2], [0] * 3)
+  assert env.has_expert and [read_expert(x) for x in session.expert([0, 2])] == [['2'], ['3']]
+  assert isinstance(read_expert(session.expert([1])[0]), Fault)
+  assert session.rationale([2, 1]) == ['One more than 2.', 'One more than 5.']
+  outcomes = [read_step(x) for x in session.step(range(3), ['2', '6', ' 3'])]
+  assert [(x.success, x.metrics) for x in outcomes] == [
+    (True, {'letters': 1.0}), (True, {'letters': 1.0}), (False, {'letters': 2.0}),
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize('processes', [0, 2])
+def test_a_class_that_tells_nothing_has_the_usual_wording(processes):
+  env = make('Climb', options={'rungs': 6}, processes=processes)
+  assert (env.system, env.state_label, env.counts_turns, env.whole_answer) == ('', 'State', True, False)
+  assert not env.has_expert and env.level_id(3) is None
+
+
+def test_a_row_without_an_object_has_no_advice():
+  session = make('Quiz').open(2)
+  session.reset([0], [1], [0])
+  (advice,) = session.expert([1])
+  assert isinstance(advice, Fault)
