@@ -24,6 +24,7 @@ from ragen_jax.agent.segments import (
   stripped,
 )
 from ragen_jax.agent.template_probe import find_format
+from ragen_jax.agent.tool_probe import find_tools
 from ragen_jax.utils.errors import UserError
 
 # An image of the Qwen-VL family: start, one placeholder for each embedding, end.
@@ -57,6 +58,8 @@ class ChatTokenizer:
 
   Attributes:
     format: the chat format.
+    tools: the format of tools: the template's, or Qwen2.5's if the template has none that can be followed.
+    tools_refused: what the template does instead; '' if `tools` is the template's.
     stop_ids: ids that end a reply; the first is the stop token of the chat format.
     pad_id: id for unused columns.
     size: number of ids; larger ids are not tokens of this tokenizer.
@@ -80,6 +83,8 @@ class ChatTokenizer:
     self._directory = directory
     self._backend = tokenizer.backend_tokenizer
     self.format = find_format(tokenizer, f'model.path={directory}')
+    self.tools, refused = find_tools(tokenizer, self.format)
+    self.tools_refused = f'model.path={directory}: its chat template {refused}' if refused else ''
     end = self._backend.token_to_id(self.format.end)
     self._image_ids = tuple(map(self._backend.token_to_id, _IMAGE_TOKENS)) if images else None
     if images and None in self._image_ids:

@@ -1,13 +1,12 @@
 """Finds the chat format of a model from its tokenizer's chat template.
 
-The template, a program in Jinja that `transformers` runs in a sandbox, writes conversations whose contents are
-unmistakable marks. What stands between the marks is the format. Then it writes other conversations, and the format must
-write the same, so that a template which moves, joins or rewrites messages is refused instead of followed wrongly.
+The template (`template_program`) writes conversations whose contents are unmistakable marks. What stands between the
+marks is the format. Then it writes other conversations, and the format must write the same, so that a template which
+moves, joins or rewrites messages is refused instead of followed wrongly.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,24 +22,13 @@ from ragen_jax.agent.chat_template import (
   Thoughts,
   write,
 )
-from ragen_jax.utils.errors import UserError, one_line
+from ragen_jax.agent.template_program import TemplateError, TemplateProgram, first_difference, quoted
+from ragen_jax.utils.errors import UserError
 
 # The contents of the conversations that are compared.
 _MARKS = {SYSTEM: 'qzSq', USER: 'qzUq', ASSISTANT: 'qzAq'}
 _NEXT_SYSTEM, _NEXT_USER, _THOUGHT = 'qzTq', 'qzVq', 'qzHq'
 _SPACE = ' \n'
-# Templates that tell the date get this one every day, the one that Llama 3.2's has without a clock: a run that goes on
-# tomorrow must see the prompts of today. `transformers` passes no function to a template, so it is a macro.
-_DATE = {'%d': '26', '%b': 'Jul', '%B': 'July', '%m': '07', '%Y': '2024', '%y': '24', '%A': 'Friday', '%a': 'Fri',
-         '%H': '00', '%M': '00', '%S': '00', '%-d': '26', '%e': '26', '%-m': '7', '%F': '2024-07-26', '%T': '00:00:00',
-         '%I': '12', '%p': 'AM'}  # fmt: skip
-_CLOCK = 'strftime_now'
-_STOPPED_CLOCK = (
-  f'{{% macro {_CLOCK}(format) %}}{{{{ format'
-  + ''.join(f'|replace({name!r}, {value!r})' for name, value in _DATE.items())
-  + " }}{% endmacro %}{{ '' }}"
-)
-_SHOWN = 40
 
 _Messages = Sequence[tuple[str, str]]
 
@@ -66,13 +54,12 @@ class _Probe:
   """A template whose output is taken apart."""
 
   def __init__(self, tokenizer: Any, where: str):
-    self._tokenizer, self._where = tokenizer, where
+    self._where = where
     self._added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
     try:
-      template = tokenizer.get_chat_template()
-    except ValueError as e:
-      raise self.refused('there are several, and none of them is the default') from e
-    self._template = _STOPPED_CLOCK + template if _CLOCK in template else template
+      self._template = TemplateProgram(tokenizer, with_tools=False)
+    except TemplateError as e:
+      raise self.refused(str(e)) from e
 
   def refused(self, what: str) -> UserError:
     return UserError(f'{self._where}: its chat template cannot be continued token by token: {what}')
@@ -81,13 +68,9 @@ class _Probe:
     """The template's text of (role, content), with or without the opening of a reply."""
     sent = [{'role': role, 'content': content} for role, content in messages]
     try:
-      return self._tokenizer.apply_chat_template(
-        sent, chat_template=self._template, tokenize=False, add_generation_prompt=opens, **options
-      )
-    except Exception as e:  # a template may raise anything
-      roles = ', '.join(role for role, _ in messages)
-      reason = one_line(e, str)[:160]
-      raise self.refused(f'it fails for a conversation of {roles} ({type(e).__name__}: {reason})') from e
+      return self._template.render(sent, opens=opens, **options)
+    except TemplateError as e:
+      raise self.refused(str(e)) from e
 
   def cut(self, messages: _Messages, marks: Sequence[str], *, opens: bool) -> list[str]:
     """The texts before, between and behind the marks; UserError if these are not there once each, in their order."""
@@ -129,19 +112,19 @@ class _Probe:
 
   def _without(self, text: str, prefix: str, what: str) -> str:
     if not text.startswith(prefix):
-      raise self.refused(f'{what} is {_short(text)} and should begin with {_short(prefix)}')
+      raise self.refused(f'{what} is {quoted(text)} and should begin with {quoted(prefix)}')
     return text.removeprefix(prefix)
 
   def _before(self, text: str, suffix: str, what: str) -> str:
     if not text.endswith(suffix):
-      raise self.refused(f'{what} is {_short(text)} and should end with {_short(suffix)}')
+      raise self.refused(f'{what} is {quoted(text)} and should end with {quoted(suffix)}')
     return text.removesuffix(suffix)
 
   def _end(self, after: str) -> str:
     """The token that ends a reply."""
     found = [token.content for token in self._added if token.content and after.startswith(token.content)]
     if not found:
-      raise self.refused(f'the text after a reply is {_short(after)}, which begins with no token of the format')
+      raise self.refused(f'the text after a reply is {quoted(after)}, which begins with no token of the format')
     return max(found, key=len)
 
   def _quiet(self, messages: _Messages, assistant: Around) -> str | None:
@@ -171,7 +154,7 @@ class _Probe:
       return Thoughts.PAST
     kinds = {before + after: Thoughts.KEPT, after: Thoughts.CUT, '': Thoughts.CUT_LINES}
     if shown not in kinds:
-      raise self.refused(f'it writes {_short(shown)} of the thought of an earlier reply')
+      raise self.refused(f'it writes {quoted(shown)} of the thought of an earlier reply')
     return kinds[shown]
 
   def _stripped(self) -> frozenset[str]:
@@ -202,14 +185,6 @@ def _verify(probe: _Probe, form: ChatFormat) -> None:
       for opens in (True, False):
         theirs, ours = probe.render(messages, opens=opens), write(form, messages, opens=opens)
         if theirs != ours:
-          shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(theirs, ours, strict=False))
-          at = len(list(shared))
+          theirs, ours = first_difference(theirs, ours)
           roles = ', '.join(role for role, _ in messages)
-          raise probe.refused(
-            f'of {roles} it writes {_short(theirs[at:])} where {_short(ours[at:])} stands in a shorter conversation'
-          )
-
-
-def _short(text: str) -> str:
-  """The beginning of a text in quotes, on one line."""
-  return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + '…')
+          raise probe.refused(f'of {roles} it writes {theirs} where {ours} stands in a shorter conversation')

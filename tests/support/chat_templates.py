@@ -121,3 +121,79 @@ def write_tokenizer(directory: pathlib.Path, kind: Kind) -> str:
   }  # fmt: skip
   (directory / 'tokenizer_config.json').write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
   return str(directory)
+
+
+# -- with tools --------------------------------------------------------------------------------------------------------
+
+_QWEN_TOOLS = (
+  '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n'
+  'You are provided with function signatures within <tools></tools> XML tags:\n<tools>'
+  '{% for t in tools %}{{ "\n" + t | tojson }}{% endfor %}'
+  "{{ '\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+  '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+  "</tool_call><|im_end|>\n' }}"
+)
+_CALLS = (
+  '{% for c in m.tool_calls or [] %}{% if text or not loop.first %}{{ "\n" }}{% endif %}'
+  '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+  '{% endfor %}'
+)
+_FIRST = '{% if loop.first or messages[loop.index0 - 1].role != "tool" %}'
+_LAST = '{% if loop.last or messages[loop.index0 + 1].role != "tool" %}'
+_QWEN_RESULT = (
+  f'{_FIRST}{{{{ "<|im_start|>user" }}}}{{% endif %}}'
+  '{{ "\n<tool_response>\n" + m.content + "\n</tool_response>" }}'
+  f'{_LAST}{{{{ "<|im_end|>\n" }}}}{{% endif %}}'
+)
+# What a template does with a message is between the two parts.
+_TALK_HEAD = (
+  '{% for m in messages %}{% set text = m.content or "" %}{% if m.role == "tool" %}RESULT'
+  '{% elif m.role != "system" or not loop.first or not tools %}{{ "<|im_start|>" + m.role + "\n" }}'
+)
+_TALK_TAIL = (
+  f'{{{{ text }}}}{{% if m.role == "assistant" %}}{_CALLS}{{% endif %}}{{{{ "<|im_end|>\n" }}}}'
+  '{% endif %}{% endfor %}{% if add_generation_prompt %}{{ "<|im_start|>assistant\nFORCED" }}{% endif %}'
+)
+
+
+def _with_tools(beginning: str, thought: str = '', result: str = _QWEN_RESULT, forced: str = '') -> str:
+  """A template of ChatML that has `beginning` where there are tools or no system message, and then the messages."""
+  talk = _TALK_HEAD.replace('RESULT', result) + thought + _TALK_TAIL.replace('FORCED', forced)
+  return beginning + talk
+
+
+_SYSTEM = '{{ "<|im_start|>system\n" }}{% if messages[0].role == "system" %}{{ messages[0].content + "\n\n" }}'
+QWEN25_TOOLS = _with_tools(
+  f'{{% if tools %}}{_SYSTEM}{{% else %}}{{{{ "{QWEN25_SYSTEM}\n\n" }}}}{{% endif %}}{_QWEN_TOOLS}'
+  '{% elif messages[0].role != "system" %}'
+  f'{{{{ "<|im_start|>system\n{QWEN25_SYSTEM}<|im_end|>\n" }}}}{{% endif %}}'
+)
+_QWEN3_THOUGHT = (
+  '{% if m.role == "assistant" %}{% set thought = m.reasoning_content or "" %}{% if "</think>" in text %}'
+  "{% set thought = text.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+  "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+  '{% if loop.index0 > ns.asked and (loop.last or thought) %}'
+  '{{ "<think>\n" + thought + "\n</think>\n\n" }}{% endif %}{% endif %}'
+)
+_QWEN3_BEGINNING = (
+  '{% set ns = namespace(asked=-1) %}'
+  "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+  f'{{% if tools %}}{_SYSTEM}{{% endif %}}{_QWEN_TOOLS}{{% endif %}}'
+)
+QWEN3_TOOLS = _with_tools(_QWEN3_BEGINNING, _QWEN3_THOUGHT)
+QWEN3_THINKING = _with_tools(_QWEN3_BEGINNING, _QWEN3_THOUGHT, forced='<think>\n')
+# Nobody's: tools without their type and before the system message, and results in a turn of their own.
+OTHER_TOOLS = _with_tools(
+  '{% if tools %}{{ "<|im_start|>system\n" }}I have {% for t in tools %}{{ t.function | tojson }}'
+  '{% if not loop.last %} and {% endif %}{% endfor %}.'
+  '{% if messages[0].role == "system" %}{{ "\n" + messages[0].content }}{% endif %}{{ "<|im_end|>\n" }}{% endif %}',
+  result=f'{_FIRST}{{{{ "<|im_start|>tool\n" }}}}{{% else %}}{{{{ " | " }}}}{{% endif %}}{{{{ m.content }}}}'
+  f'{_LAST}{{{{ "<|im_end|>\n" }}}}{{% endif %}}',
+)
+TOOL_KINDS = {
+  'qwen2.5-tools': Kind(QWEN25_TOOLS, CHATML_TOKENS, CALL_TAGS, eos='<|im_end|>'),
+  'qwen3-tools': Kind(QWEN3_TOOLS, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
+  'qwen3-thinking': Kind(QWEN3_THINKING, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
+  # Calls are found by text.
+  'other-tools': Kind(OTHER_TOOLS, CHATML_TOKENS, eos='<|im_end|>'),
+}

@@ -1,19 +1,21 @@
 """Conversation: a model's chat format with tools and thoughts, messages to token ids.
 
 Text of a client never becomes a special token, so no message can end its turn or call a tool. What stands around
-messages is that of the model's chat template (`agent.chat_template`). Tools and their calls are written as by Qwen2.5
-and Qwen3, with tokens if the tokenizer has them, otherwise as text.
+messages, tools and results is that of the model's chat template (`agent.chat_template`, `agent.tool_format`). Calls are
+written as by Qwen2.5 and Qwen3, with tokens if the tokenizer has them, otherwise as text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.chat_template import Around, Thoughts
+from ragen_jax.agent.chat_template import END_THOUGHT, THOUGHT, Around, Thoughts
+from ragen_jax.agent.tool_format import CALL, END_CALL, FormatText, Part, call_parts
 from ragen_jax.serving.conversation.messages import (
   Message,
   Role,
@@ -24,24 +26,16 @@ from ragen_jax.serving.conversation.messages import (
   dump_json,
   parse_json,
 )
-from ragen_jax.serving.conversation.reply_reader import CALL, END_CALL, END_THOUGHT, THOUGHT, BadCalls, ReplyReader
+from ragen_jax.serving.conversation.reply_reader import BadCalls, ReplyReader
 from ragen_jax.serving.errors import bad_request
 from ragen_jax.utils.errors import UserError
 
 _RESULT, _END_RESULT = '<tool_response>', '</tool_response>'
-_TOOLS_HEAD = (
-  '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n'
-  'You are provided with function signatures within <tools></tools> XML tags:\n<tools>'
-)
-_TOOLS_TAIL = (
-  '\n</tools>\n\nFor each function call, return a json object with function name and arguments within '
-  f'{CALL}{END_CALL} XML tags:\n{CALL}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{END_CALL}'
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fixed:
-  """Text of the format."""
+  """Text of the format without its tokens."""
 
   text: str
 
@@ -85,17 +79,12 @@ class QwenFormat:
     self._tokens = re.compile(f'({"|".join(map(re.escape, sorted(forbidden, key=len, reverse=True)))})')
     opening = [item for item in self._fixed(self._form.assistant.before) if isinstance(item, int)]
     self._turn_ids = frozenset((*opening, self.stop_id))
-    of_format = [*marks, *(text for text in (_RESULT, _END_RESULT) if marks and text in added)]
-    self._of_format = {text: added[text] for text in of_format}
 
   # -- prompts ---------------------------------------------------------------------------------------------------------
 
   def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions) -> tuple[int, ...]:
     """The ids of a whole prompt, up to the opening of the reply."""
-    has_system = bool(messages) and messages[0].role is Role.SYSTEM
-    system = messages[0].text if has_system else None
-    items = self._system(system, tools) + self._messages(messages[has_system:]) + self._opening(options)
-    return self._encode(items)
+    return self._encode(self._begun(messages, tools) + self._opening(options))
 
   def following(
     self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions, *, closed: bool
@@ -147,21 +136,13 @@ class QwenFormat:
         ids.append(item)
     return tuple(ids)
 
-  def _token(self, text: str) -> _Item:
-    """A tag of the format: its token if there is one."""
-    return self._of_format.get(text, text)
-
-  def _trusted(self, text: str) -> list[_Item]:
-    """A text of the template, with its tags as tokens."""
-    if not self._of_format:
-      return [text]
-    parts = re.split(f'({"|".join(map(re.escape, self._of_format))})', text)
-    return [self._token(part) for part in parts]
-
   def _fixed(self, text: str) -> list[_Item]:
     """A text of the format, with its tokens."""
     added, parts = self._tokenizer.added, self._tokens.split(text)
     return [added[part] if i % 2 else _Fixed(part) for i, part in enumerate(parts) if part]
+
+  def _items(self, parts: Sequence[Part]) -> list[_Item]:
+    return [x for part in parts for x in (self._fixed(part.text) if isinstance(part, FormatText) else [part])]
 
   def _turn(self, around: Around, *items: _Item) -> list[_Item]:
     return [*self._fixed(around.before), *items, *self._fixed(around.after)]
@@ -170,12 +151,15 @@ class QwenFormat:
     """The beginning of a conversation, with its system message if there is one."""
     if not tools and text is None:
       return self._fixed(self._form.no_system)
-    text = self._form.default_system if text is None else self._form.strip(Role.SYSTEM, text)
+    text = text if text is None else self._form.strip(Role.SYSTEM, text)
     if not tools:
       return self._turn(self._form.system, text)
-    head = '' if text is None else f'{text}\n\n'
-    schemas = ''.join(f'\n{tool.schema}' for tool in tools)
-    return self._turn(self._form.system, f'{head}{_TOOLS_HEAD}{schemas}', *self._trusted(_TOOLS_TAIL))
+    return self._items(self._tokenizer.tools.beginning(text, [tool.schema for tool in tools]))
+
+  def _begun(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[_Item]:
+    """A conversation from its beginning."""
+    has_system = bool(messages) and messages[0].role is Role.SYSTEM
+    return self._system(messages[0].text if has_system else None, tools) + self._messages(messages[has_system:])
 
   def _later_system(self, text: str) -> list[_Item]:
     if self._form.later_system is None:
@@ -193,23 +177,22 @@ class QwenFormat:
     # Without a query, the template shows no thought.
     last_query = queries[-1] if queries else len(messages) - 1
     items: list[_Item] = []
-    for i, message in enumerate(messages):
-      if message.role is Role.ASSISTANT:
-        items += self._assistant(message, recent=i > last_query, last=i == len(messages) - 1)
-      elif message.role is Role.TOOL:
-        opens = i == 0 or messages[i - 1].role is not Role.TOOL
-        closes = i == len(messages) - 1 or messages[i + 1].role is not Role.TOOL
-        items += self._fixed(self._form.user.before) if opens else ['\n']
-        items += [self._token(_RESULT), f'\n{message.text}\n', self._token(_END_RESULT)]
-        items += self._fixed(self._form.user.after) if closes else []
-      elif message.role is Role.SYSTEM:
-        items += self._later_system(message.text)
-      else:
-        items += self._turn(self._form.user, self._form.strip(Role.USER, message.text))
+    for is_tool, run in itertools.groupby(enumerate(messages), key=lambda pair: pair[1].role is Role.TOOL):
+      if is_tool:
+        items += self._items(self._tokenizer.tools.result_turn([message.text for _, message in run]))
+        continue
+      for i, message in run:
+        if message.role is Role.ASSISTANT:
+          reply = self._reply(message, recent=i > last_query, last=i == len(messages) - 1)
+          items += self._turn(self._form.assistant, *reply)
+        elif message.role is Role.SYSTEM:
+          items += self._later_system(message.text)
+        else:
+          items += self._turn(self._form.user, self._form.strip(Role.USER, message.text))
     return items
 
-  def _assistant(self, message: Message, *, recent: bool, last: bool) -> list[_Item]:
-    """An assistant's turn. `recent`: no query follows it; `last`: nothing follows it."""
+  def _reply(self, message: Message, *, recent: bool, last: bool) -> list[_Item]:
+    """A reply without what stands around it. `recent`: no query follows it; `last`: nothing follows it."""
     thought, text = self._split_thought(message)
     past = self._form.thoughts is Thoughts.PAST
     shown = bool(thought) if self._keep_thoughts else past and recent and (last or bool(thought))
@@ -218,10 +201,8 @@ class QwenFormat:
       items += [*self._thought(thought), text.lstrip('\n')]
     else:
       items.append(text)
-    for k, call in enumerate(message.tool_calls):
-      items += ['\n'] if text or k else []
-      items += [self._token(CALL), f'\n{_write_call(call)}\n', self._token(END_CALL)]
-    return self._turn(self._form.assistant, *items)
+    calls = [_write_call(call) for call in message.tool_calls]
+    return items + self._items(call_parts(calls, after_text=bool(text)))
 
   def _split_thought(self, message: Message) -> tuple[str, str]:
     """The thought and the text of an assistant, as far as the family tells them apart."""
@@ -236,7 +217,7 @@ class QwenFormat:
     return before.rpartition(THOUGHT)[2].strip('\n'), message.text.rpartition(END_THOUGHT)[2].lstrip('\n')
 
   def _thought(self, text: str) -> list[_Item]:
-    return [self._token(THOUGHT), f'\n{text}\n', self._token(END_THOUGHT), '\n\n']
+    return [self._marks[THOUGHT], f'\n{text}\n', self._marks[END_THOUGHT], '\n\n']
 
   def _opening(self, options: TemplateOptions) -> list[_Item]:
     """The opening of a reply. A forced beginning may open a thought, and close it, by the tags of the format."""
@@ -254,7 +235,7 @@ class QwenFormat:
     if self.family is not Family.QWEN3 or not prefix.startswith(THOUGHT):
       return [*items, prefix]
     thought, end, text = prefix.removeprefix(THOUGHT).partition(END_THOUGHT)
-    return [*items, self._token(THOUGHT), thought, *([self._token(END_THOUGHT), text] if end else [])]
+    return [*items, self._marks[THOUGHT], thought, *([self._marks[END_THOUGHT], text] if end else [])]
 
   # -- conversations and replies ---------------------------------------------------------------------------------------
 

@@ -16,10 +16,9 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from ragen_jax.agent.chat_template import END_THOUGHT, THOUGHT
+from ragen_jax.agent.tool_format import CALL, END_CALL
 from ragen_jax.serving.conversation.messages import JSON, Message, Role, ToolCall, encodable, parse_json
-
-CALL, END_CALL = '<tool_call>', '</tool_call>'
-THOUGHT, END_THOUGHT = '<think>', '</think>'
 
 _SPACE = re.compile(r'[ \t\n\r]*')
 

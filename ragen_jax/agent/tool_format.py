@@ -1,0 +1,106 @@
+"""How a model's chat template writes tools, the calls of a reply, and their results; `tool_probe` finds it.
+
+Calls stand between tags, as JSON, because replies are read by these tags. What stands around tools and results is the
+template's. A part that is written is text of any origin, or text of the template, whose tags are tokens if the
+tokenizer has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Sequence
+
+from ragen_jax.agent.chat_template import Around, ChatFormat
+
+CALL, END_CALL = '<tool_call>', '</tool_call>'
+_RESULT, _END_RESULT = '<tool_response>\n', '\n</tool_response>'
+_HEAD = (
+  '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n'
+  'You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n'
+)
+_TAIL = (
+  '\n</tools>\n\nFor each function call, return a json object with function name and arguments within '
+  f'{CALL}{END_CALL} XML tags:\n{CALL}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{END_CALL}'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatText:
+  """Text of the template."""
+
+  text: str
+
+
+Part = str | FormatText
+
+
+class Place(enum.Enum):
+  """What a conversation with tools begins with, besides texts of the template."""
+
+  SYSTEM = enum.auto()
+  TOOLS = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolFormat:
+  """The texts of a template around tools and results.
+
+  Attributes:
+    with_system: the beginning of a conversation, up to the first message that is not the system's.
+    without_system: the same where no system message is given.
+    between_tools: the text between two tools.
+    function_only: whether a tool is written as its field "function", without its type.
+    results: around the results of the calls of one reply.
+    between_results: the text between two results.
+  """
+
+  with_system: tuple[str | Place, ...]
+  without_system: tuple[str | Place, ...]
+  between_tools: str
+  function_only: bool
+  results: Around
+  between_results: str
+
+  def beginning(self, system: str | None, schemas: Sequence[str]) -> list[Part]:
+    """The beginning of a conversation with a system message, or None, and tools as JSON texts."""
+    if self.function_only:
+      schemas = [json.dumps(json.loads(schema)['function'], ensure_ascii=False) for schema in schemas]
+    filled: dict[Place, list[Part]] = {
+      Place.SYSTEM: [system or ''],
+      Place.TOOLS: _separated(schemas, self.between_tools),
+    }
+    pieces = self.without_system if system is None else self.with_system
+    return [part for x in pieces for part in ([FormatText(x)] if isinstance(x, str) else filled[x])]
+
+  def result_turn(self, results: Sequence[str]) -> list[Part]:
+    """The results of the calls of one reply."""
+    inside = _separated(results, self.between_results)
+    return [FormatText(self.results.before), *inside, FormatText(self.results.after)]
+
+
+def call_parts(calls: Sequence[str], *, after_text: bool) -> list[Part]:
+  """The calls of a reply, given as JSON texts; `after_text`: whether the reply has text before them."""
+  parts: list[Part] = []
+  for k, call in enumerate(calls):
+    parts += ['\n'] if k or after_text else []
+    parts += [FormatText(CALL), f'\n{call}\n', FormatText(END_CALL)]
+  return parts
+
+
+def _separated(texts: Sequence[str], separator: str) -> list[Part]:
+  return [part for k, text in enumerate(texts) for part in ([FormatText(separator), text] if k else [text])]
+
+
+def qwen_tools(form: ChatFormat) -> ToolFormat:
+  """Tools and results in the words of Qwen2.5's and Qwen3's templates, in any chat format."""
+  before, after, default = form.system.before, form.system.after, form.default_system
+  return ToolFormat(
+    with_system=(before, Place.SYSTEM, f'\n\n{_HEAD}', Place.TOOLS, _TAIL + after),
+    without_system=(f'{before}{default}\n\n{_HEAD}' if default else before + _HEAD, Place.TOOLS, _TAIL + after),
+    between_tools='\n',
+    function_only=False,
+    results=Around(form.user.before + _RESULT, _END_RESULT + form.user.after),
+    between_results=f'{_END_RESULT}\n{_RESULT}',
+  )

@@ -1,0 +1,84 @@
+"""Formats of tools that are found from templates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.tool_format import qwen_tools
+from tests.support.chat_templates import KINDS, OTHER_TOOLS, QWEN25_TOOLS, TOOL_KINDS, write_tokenizer
+
+pytest.importorskip('transformers')
+
+
+def found(path, template):
+  kind = dataclasses.replace(TOOL_KINDS['qwen2.5-tools'], template=template)
+  return ChatTokenizer(write_tokenizer(path, kind))
+
+
+@pytest.mark.parametrize('name', ['qwen2.5-tools', 'qwen3-tools', 'qwen3-thinking'])
+def test_qwen_s_templates_have_the_words_that_stand_in_for_others(tmp_path, name):
+  tokenizer = ChatTokenizer(write_tokenizer(tmp_path, TOOL_KINDS[name]))
+  assert tokenizer.tools_refused == ''
+  assert tokenizer.tools == qwen_tools(tokenizer.format)
+
+
+def test_the_published_template_of_qwen_2_5_has_the_same(real_model):
+  tokenizer = ChatTokenizer(real_model('qwen2.5-coder-0.5b-instruct'))
+  assert tokenizer.tools_refused == '' and tokenizer.tools == qwen_tools(tokenizer.format)
+
+
+@pytest.mark.parametrize('name', [*KINDS, 'smollm2-135m-instruct', 'r1-distill-qwen-random'])
+def test_templates_without_tools_say_so_and_get_qwen_s(tmp_path, name, request):
+  directory = write_tokenizer(tmp_path, KINDS[name]) if name in KINDS else request.getfixturevalue('real_model')(name)
+  tokenizer = ChatTokenizer(directory)
+  assert (
+    tokenizer.tools_refused == f'model.path={directory}: its chat template cannot be followed: it does not write tools'
+  )
+  assert tokenizer.tools == qwen_tools(tokenizer.format)
+
+
+def test_a_tokenizer_without_a_template_says_so(tmp_path):
+  assert found(tmp_path, None).tools_refused == f'model.path={tmp_path}: its chat template is missing'
+
+
+@pytest.mark.parametrize(
+  ('old', 'new', 'message'),
+  [
+    ('t | tojson }}', 't | tojson(indent=2) }}', 'it does not write tools as their JSON'),
+    ('t | tojson }}', 't.function.name }}', 'it does not write tools as their JSON'),
+    ('{% for t in tools %}', '{% for t in tools[1:] %}', 'it does not write tools'),
+    ('{% for t in tools %}', '{% for t in tools + tools %}', 'it does not write tools as their JSON'),
+    ('messages[0].content + "\n\n"', 'messages[0].content | upper', 'it drops or repeats tools or the system message'),
+    ('"arguments":', '"parameters":', 'of the calls of a reply it writes'),
+    ('<tool_call>\n{"name": "{{', '<call>\n{"name": "{{', 'of the calls of a reply it writes'),
+    ('+ m.content + "\n</tool_response>"', '+ "\n</tool_response>"', 'it drops or moves the results of calls'),
+    # What a conversation of marks does not show.
+    ('c.function.arguments | tojson', 'c.function.arguments | tojson | lower', ''),
+    ('c.function.arguments | tojson', 'c.function.arguments | string | replace("\'", \'"\')', ''),
+    ('+ m.content + "\n</tool_response>"', '+ m.content | trim + "\n</tool_response>"', 'of user, assistant, tool, '),
+    ('{% if loop.last or messages', '{% if messages', ''),
+    ('{% if text or not loop.first %}', '{% if not loop.first %}', 'of user, assistant, tool, assistant, user, '),
+    ('{% for t in tools %}', '{% for t in tools[:2] | sort(attribute="function.name") %}', ''),
+  ],
+)
+def test_templates_that_write_tools_in_another_way_are_not_followed(tmp_path, old, new, message):
+  assert old in QWEN25_TOOLS
+  tokenizer = found(tmp_path, QWEN25_TOOLS.replace(old, new))
+  assert tokenizer.tools_refused.startswith(f'model.path={tmp_path}: its chat template cannot be followed: {message}')
+  assert '\n' not in tokenizer.tools_refused and tokenizer.tools == qwen_tools(tokenizer.format)
+
+
+def test_the_template_for_tools_is_taken_if_there_are_several(tmp_path):
+  plain = KINDS['qwen2.5'].template
+  both = [{'name': 'default', 'template': plain}, {'name': 'tool_use', 'template': QWEN25_TOOLS}]
+  assert found(tmp_path / 'both', both).tools_refused == ''
+  assert found(tmp_path / 'one', both[:1]).tools_refused.endswith('it does not write tools')
+
+
+def test_a_template_that_tells_the_date_of_tools_tells_a_fixed_one(tmp_path):
+  dated = OTHER_TOOLS.replace('I have', "On {{ strftime_now('%d %b %Y') }} I have")
+  assert dated != OTHER_TOOLS
+  assert found(tmp_path, dated).tools.with_system[0].endswith('On 26 Jul 2024 I have ')
