@@ -1,40 +1,28 @@
 """Files of conversations, one JSON object a line: `{"messages": [{"role": "user", "content": "..."}, ...]}`.
 
-OpenAI's fine-tuning and TRL read this format. `"weight": 0` excludes a message of the assistant from the loss.
+OpenAI's fine-tuning and TRL read this format; `messages` reads a line of it. Conversations without tools are tokenized
+as those of a game, and conversations with tools as those of an agent program.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.tool_format import CALL, END_CALL
 from ragen_jax.agent.trajectory import Timeline, Trajectory
-from ragen_jax.utils.errors import UserError, one_line, short
+from ragen_jax.serving.conversation.chat_format import QwenFormat
+from ragen_jax.serving.conversation.messages import Message, Role
+from ragen_jax.serving.conversation.reply_reader import BadCalls
+from ragen_jax.sft.messages import Conversation, read_line
+from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import replace_file
 
-ROLES = ('system', 'user', 'assistant')
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-  """A message of one of `ROLES`; `trained`: whether it is in the loss, as only messages of the assistant can be."""
-
-  role: str
-  content: str
-  trained: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversation:
-  """Line `line` of a file, from 1. At least one of its messages is trained; the last message is the assistant's."""
-
-  line: int
-  messages: tuple[Message, ...]
+# Pairs of ids: those before a reply, and those of the reply with its stop token.
+_Turns = Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def read(path: str, field: str = 'sft.data') -> list[Conversation]:
@@ -55,54 +43,12 @@ def read(path: str, field: str = 'sft.data') -> list[Conversation]:
   for number, line in enumerate(lines, start=1):
     if line.strip():
       try:
-        found.append(Conversation(number, _messages(line)))
+        found.append(read_line(number, line))
       except ValueError as e:
         raise UserError(f'{field}={path!r}: line {number}: {e}') from e
   if not found:
     raise UserError(f'{field}={path!r}: holds no conversation')
   return found
-
-
-def _messages(line: str) -> tuple[Message, ...]:
-  """The messages of a line; raises ValueError if the line is not a conversation."""
-  try:
-    raw = json.loads(line)
-  except RecursionError as e:
-    raise ValueError('is nested too deeply') from e
-  except ValueError as e:
-    raise ValueError(f'is not JSON ({e})') from e
-  raw = raw.get('messages') if isinstance(raw, dict) else None
-  if not isinstance(raw, list) or not raw:
-    raise ValueError('must be an object with a list "messages" that is not empty')
-  messages = []
-  for i, item in enumerate(raw):
-    where = f'messages[{i}]'
-    if not isinstance(item, dict):
-      raise ValueError(f'{where} must be an object with "role" and "content"')
-    role, content, weight = item.get('role'), item.get('content'), item.get('weight', 1)
-    if role not in ROLES:
-      raise ValueError(f'{where}.role is {short(role)}; allowed: {", ".join(ROLES)}')
-    if not isinstance(content, str):
-      raise ValueError(f'{where}.content is {_shown(content)}; it must be text')
-    if surrogate := re.search('[\ud800-\udfff]', content):
-      raise ValueError(f'{where}.content has half a character, {surrogate[0]!r}, which UTF-8 cannot encode')
-    calls = [name for name in ('tool_calls', 'function_call') if item.get(name)]
-    if calls:
-      raise ValueError(f'{where} has {calls[0]}, which cannot be learnt from')
-    if role == 'system' and i:
-      raise ValueError(f'{where}.role is "system", which may only be the first message')
-    if weight not in (0, 1):
-      raise ValueError(f'{where}.weight is {_shown(weight)}; allowed: 0, 1')
-    messages.append(Message(role, content, role == 'assistant' and bool(weight)))
-  last = max((i for i, m in enumerate(messages) if m.trained), default=None)
-  if last is None:
-    raise ValueError('has no message of the assistant to learn from')
-  return tuple(messages[: last + 1])
-
-
-def _shown(value: Any) -> str:
-  """The beginning of a JSON value."""
-  return one_line(value, json.dumps)[:80]
 
 
 def tokenize(
@@ -115,18 +61,27 @@ def tokenize(
   """Tokenizes conversations into rows like those of a rollout: a segment for each reply, and a segment before it.
 
   If a reply begins with `reply_prefix`, the prefix is part of the segment before the reply and has no loss, because the
-  sampler receives it as input. Other replies are in the loss as a whole.
+  sampler receives it as input. Other replies are in the loss as a whole, and all replies of a conversation with tools:
+  agent programs get replies with no other prefix than the template's.
 
   `source` is the field and its file, for errors. The rows are each a separate group, with `loss_mask` on the trained
   replies and their stop tokens. The result also has the number of skipped conversations, which are longer than
   `max_context`.
 
   Raises:
-    UserError: a text contains a special token of the chat format, or no conversation is short enough.
+    UserError: a text contains a special token of the chat format, the chat template has no tools, the server would read
+      another reply than the file has, or no conversation is short enough.
   """
   rows, longest = [], 0
+  agents = QwenFormat(tokenizer, keep_thoughts=True) if any(c.tools for c in conversations) else None
   for conversation in conversations:
-    ids, trained = _encode(conversation, tokenizer, reply_prefix, source)
+    where = f'{source}: line {conversation.line}'
+    _check_specials(conversation, tokenizer, where)
+    if conversation.tools:
+      turns = _agent_turns(conversation, tokenizer, agents, where)
+    else:
+      turns = _game_turns(conversation, tokenizer, reply_prefix)
+    ids, trained = _joined(conversation, turns)
     if len(ids) <= max_context:
       rows.append((ids, trained))
     longest = max(longest, len(ids))
@@ -150,30 +105,81 @@ def tokenize(
   return trajectory, len(conversations) - len(rows)
 
 
-def _encode(
-  conversation: Conversation, tokenizer: ChatTokenizer, reply_prefix: str, source: str
-) -> tuple[list[int], list[bool]]:
+def _joined(conversation: Conversation, turns: _Turns) -> tuple[list[int], list[bool]]:
   """The token ids, and whether each is trained."""
   ids: list[int] = []
   trained: list[bool] = []
-  between: list[tuple[str, str]] = []
-  for i, message in enumerate(conversation.messages):
-    for special in tokenizer.specials:
-      if special in message.content:
-        raise UserError(
-          f'{source}: line {conversation.line}: messages[{i}].content holds {special}, a special token of the tokenizer'
-        )
-    if message.role != 'assistant':
-      between.append((message.role, message.content))
-      continue
-    content = tokenizer.format.strip(message.role, message.content)
-    prefix = reply_prefix if content.startswith(reply_prefix) else ''
-    before = tokenizer.encode(tokenizer.before_reply(between, prefix, first=not ids))
-    reply = (*tokenizer.encode(content[len(prefix) :]), tokenizer.stop_ids[0])
+  weights = [w for m, w in zip(conversation.messages, conversation.trained, strict=True) if m.role is Role.ASSISTANT]
+  for (before, reply), weight in zip(turns, weights, strict=True):
     ids += (*before, *reply)
-    trained += [False] * len(before) + [message.trained] * len(reply)
-    between = []
+    trained += [False] * len(before) + [weight] * len(reply)
   return ids, trained
+
+
+def _check_specials(conversation: Conversation, tokenizer: ChatTokenizer, where: str) -> None:
+  """Raises UserError for a special token in a text; results of tools, which come from anywhere, may spell it."""
+  for i, message in enumerate(conversation.messages):
+    for field, text in (('content', message.text), ('reasoning_content', message.reasoning)):
+      special = next((s for s in tokenizer.specials if s in text), None)
+      if special and message.role is not Role.TOOL:
+        raise UserError(f'{where}: messages[{i}].{field} holds {special}, a special token of the tokenizer')
+
+
+def _game_turns(conversation: Conversation, tokenizer: ChatTokenizer, reply_prefix: str) -> _Turns:
+  """The replies as the policy speaks in games."""
+  between: list[tuple[str, str]] = []
+  first = True
+  for message in conversation.messages:
+    if message.role is not Role.ASSISTANT:
+      between.append((message.role, message.text))
+      continue
+    content = tokenizer.format.strip(message.role, message.text)
+    prefix = reply_prefix if content.startswith(reply_prefix) else ''
+    before = tokenizer.encode(tokenizer.before_reply(between, prefix, first=first))
+    yield before, (*tokenizer.encode(content[len(prefix) :]), tokenizer.stop_ids[0])
+    between, first = [], False
+
+
+def _agent_turns(conversation: Conversation, tokenizer: ChatTokenizer, agents: QwenFormat, where: str) -> _Turns:
+  """The replies as the policy gives them to agent programs. Each is read back as the server reads it."""
+  if tokenizer.tools_refused:
+    names = ', '.join(tool.name for tool in conversation.tools)
+    raise UserError(
+      f'{where}: tools are {names}; allowed: none with this model. {tokenizer.tools_refused}; a template must write '
+      f'tools as JSON, and calls as {CALL}{{"name": ..., "arguments": {{...}}}}{END_CALL}, such as that of Qwen2.5'
+    )
+  prompt: list[int] = []
+  replies = [(i, m) for i, m in enumerate(conversation.messages) if m.role is Role.ASSISTANT]
+  turns = agents.turns(conversation.messages, conversation.tools)
+  for (i, message), (before, reply) in zip(replies, turns, strict=True):
+    prompt += before
+    problem = _misread(message, agents, tokenizer, prompt, reply[:-1])
+    if problem:
+      raise UserError(f'{where}: messages[{i}]: {problem}')
+    yield before, reply
+    prompt += reply
+
+
+def _misread(
+  message: Message, agents: QwenFormat, tokenizer: ChatTokenizer, prompt: list[int], reply: tuple[int, ...]
+) -> str:
+  """Which other calls the server would read from a reply; '' if they are those of the message."""
+  reader = agents.reader(prompt, parse_calls=True, bad_calls=BadCalls.CONTENT, parallel=True, call_id=str)
+  reader.feed(reply, tokenizer.decode(reply))
+  reader.finish()
+  read, meant = reader.reply(), message.tool_calls
+  same = len(read.calls) == len(meant) and all(
+    a.name == b.name and a.arguments in (b.arguments, tokenizer.decode(tokenizer.encode_once(b.arguments)))
+    for a, b in zip(read.calls, meant, strict=True)
+  )  # some tokenizers compose characters (NFC)
+  if same and not read.problems:
+    return ''
+  ours, theirs = (', '.join(call.name for call in calls) or 'none' for calls in (meant, read.calls))
+  broken = f' ({", ".join(read.problems)})' if read.problems else ''
+  return (
+    f'the calls of the reply are {ours} and would be read back as {theirs}{broken}, because a text in it holds a tag '
+    f'of the chat format; allowed: texts without {CALL} and {END_CALL}'
+  )
 
 
 def write(path: str, trajectories: list[Trajectory], tokenizer: ChatTokenizer, field: str = 'sft.save_data') -> int:

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.chat_template import END_THOUGHT, THOUGHT, Around, Thoughts
@@ -98,6 +98,39 @@ class QwenFormat:
       return None
     end = self._fixed(self._form.separator if closed else self._form.assistant.after)
     return self._encode(end + self._messages(messages) + self._opening(options))
+
+  def turns(
+    self, messages: Sequence[Message], tools: Sequence[Tool]
+  ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The ids before each reply, and those of the reply with its stop token, as if the replies had been sampled.
+
+    What the template forces at the beginning of a reply stands before it. Messages behind the last reply are left out.
+    """
+    start = 0
+    for i, message in enumerate(messages):
+      if message.role is not Role.ASSISTANT:
+        continue
+      between = messages[start:i]
+      before = self._fixed(self._form.separator) + self._messages(between) if start else self._begun(between, tools)
+      forced, reply = self._forced(self._reply(message, recent=False, last=False))
+      yield (
+        self._encode(before + self._fixed(self._form.assistant.before) + forced),
+        (*self._encode(reply), self.stop_id),
+      )
+      start = i + 1
+
+  def _forced(self, reply: Sequence[_Item]) -> tuple[list[_Item], list[_Item]]:
+    """What the template forces of a reply, and the rest; nothing if the reply begins in another way."""
+    rest = list(reply)
+    forced = self._fixed(self._form.forced)
+    for item in forced:
+      if rest[:1] == [item]:
+        rest.pop(0)
+      elif isinstance(item, _Fixed) and rest and isinstance(rest[0], str) and rest[0].startswith(item.text):
+        rest[0] = rest[0].removeprefix(item.text)
+      else:
+        return [], list(reply)
+    return forced, rest
 
   def encode_untrusted(self, text: str) -> tuple[int, ...]:
     """The ids of a text, none of which is a special token; with tool tokens, none is an added token at all.
