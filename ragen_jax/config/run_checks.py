@@ -58,6 +58,28 @@ def check_level_files(config: ConfigDict, section: str) -> None:
     )
 
 
+# Options that the two parts of a data set have in common, or the held-out part is one of other questions.
+_OF_BOTH_PARTS = ('generator_options', 'fields', 'verifier_options')
+
+
+def check_parts(config: ConfigDict) -> None:
+  """Checks that the train part and the test part of a data set are parts of the same questions."""
+  parts = {
+    split: [tag for tag in tags if config.envs[tag].get('split') == split]
+    for split, tags in (('train', config.train.tags), ('test', config.eval.tags))
+  }
+  for test in parts['test']:
+    for train in parts['train']:
+      one, other = config.envs[train], config.envs[test]
+      same = all(one[name] == other[name] for name in ('type', 'path', 'generator', 'hub'))
+      for option in _OF_BOTH_PARTS if same else ():
+        if one[option] != other[option]:
+          raise UserError(
+            f'envs.{test}.{option}={other[option].to_dict()}: must equal envs.{train}.{option}='
+            f'{one[option].to_dict()}, since it holds out a part of these questions; set both'
+          )
+
+
 def _level_files(config: ConfigDict, tags: Sequence[str]) -> dict[str, str]:
   """File of levels -> the tag that reads it."""
   return {os.path.realpath(config.envs[tag].levels): tag for tag in tags if config.envs[tag].get('levels')}

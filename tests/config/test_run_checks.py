@@ -8,7 +8,7 @@ import math
 import pytest
 
 from ragen_jax.config.checks import check_config, check_sft
-from ragen_jax.config.run_checks import check_eval, check_levels, check_replies
+from ragen_jax.config.run_checks import check_eval, check_levels, check_parts, check_replies
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import assert_refused, small_config
 
@@ -235,3 +235,21 @@ def test_the_address_of_an_endpoint_is_plain():
   ):  # fmt: skip
     message = r"^eval\.endpoint='.*': must be an address such as 'http://localhost:8000/v1', or empty$"
     assert_refused(check_eval, small_config(_ENDPOINT | {'eval.endpoint': url}), message)
+
+
+@pytest.mark.parametrize(
+  ('option', 'value'),
+  [('generator_options', {'size': 7}), ('verifier_options', {'case': True}), ('fields', {'question': 'other'})],
+)
+def test_the_parts_of_a_data_set_have_the_same_options(option, value):
+  config = small_config()
+  config.train.tags, config.eval.tags = ('Dataset',), ('DatasetTest',)
+  config.envs.Dataset.generator = 'reasoning_gym:chain_sum'
+  check_parts(config)
+  with config.unlocked():
+    for name, x in value.items():
+      config.envs.DatasetTest[option] = config.envs.DatasetTest[option].copy_and_resolve_references()
+      config.envs.DatasetTest[option][name] = x
+  assert_refused(check_parts, config, rf'^envs\.DatasetTest\.{option}=.*: must equal envs\.Dataset\.{option}=')
+  config.envs.Dataset.split = 'all'
+  check_parts(config)
