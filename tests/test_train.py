@@ -30,6 +30,7 @@ from tests.support.damage import flip_bytes
 from tests.support.events import read_events
 from tests.support.metrics import comparable_metrics
 from tests.support.paths import ROOT
+from tests.support.processes import copy_python
 
 
 @pytest.mark.slow
@@ -394,8 +395,5 @@ __main__.run()
 def test_the_exit_status_does_not_depend_on_what_is_still_being_compiled(tmp_path, end, status):
   """The interpreter would abort the process if it ended during a compilation, so it does not end itself."""
   arguments = ['--config=configs/frozenlake_ppo.py', f'--workdir={tmp_path}', end]
-  done = subprocess.run(
-    [sys.executable, '-c', _COMPILES_AT_THE_END, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
-    timeout=300,
-  )  # fmt: skip
+  done = copy_python(_COMPILES_AT_THE_END, *arguments)
   assert (done.returncode, done.stdout) == (status, ''), done.stderr[-2000:]

@@ -18,7 +18,7 @@ from ragen_jax.config import command_line
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import leaves
 from tests.support.paths import ROOT
-from tests.support.processes import run_main, run_mains, run_python
+from tests.support.processes import copy_main, copy_python, run_main
 
 
 def _from_command_line(monkeypatch, *fields):
@@ -85,8 +85,7 @@ _REFUSED = [
 def outcomes(tmp_path_factory):
   """What the program does with each of the arguments above, and the workdirs that none of them may make."""
   workdirs = [tmp_path_factory.getbasetemp() / f'refused_{i}' for i in range(len(_REFUSED))]
-  commands = [[*arguments, f'--workdir={w}'] for (arguments, _), w in zip(_REFUSED, workdirs, strict=True)]
-  return list(zip(run_mains(*commands), workdirs, strict=True))
+  return [(copy_main(*arguments, f'--workdir={w}'), w) for (arguments, _), w in zip(_REFUSED, workdirs, strict=True)]
 
 
 @pytest.mark.parametrize('case', range(len(_REFUSED)), ids=[message for _, message in _REFUSED])
@@ -154,7 +153,7 @@ def test_workdirs_and_outputs_that_a_mode_does_not_take(arguments, message):
 
 
 def test_help_lists_the_modes_and_the_shipped_configs():
-  result = run_main('--help')
+  result = copy_main('--help')
   assert result.returncode == 0 and result.stderr == ''
   modes = '<train|eval|sft|play|view|export|plan|serve|optimize_prompt|plot>'
   for text in ('--config:', '--workdir:', modes, 'frozenlake_ppo'):
@@ -190,7 +189,7 @@ def test_a_shipped_config_is_given_by_its_name(arguments, monkeypatch):
 
 def test_the_module_is_the_same_program(tmp_path):
   code = "import runpy, sys; sys.argv[0] = 'ragen-jax'; runpy.run_module('ragen_jax', run_name='__main__')"
-  result = run_python(code, '--config=frozenlake_ppo', '--config.model.path=none', cwd=tmp_path)
+  result = copy_python(code, '--config=frozenlake_ppo', '--config.model.path=none', cwd=tmp_path)
   assert result.returncode == 2 and result.stderr == "error: model.path='none' does not exist\n"
 
 

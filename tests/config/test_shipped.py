@@ -20,38 +20,44 @@ def test_a_file_comes_before_a_shipped_config(tmp_path, monkeypatch):
 
 
 _ELSEWHERE = """
-import sys
+import os, sys
 sys.path[0] = ''
 from ragen_jax.config import command_line
-config = command_line.load_config(sys.argv[1])
-print(config.num_iterations, config.seed, 'configs' in sys.modules)
+for folder, value in zip(sys.argv[1::2], sys.argv[2::2]):
+  if not os.fork():  # a process for each, which has imported no configs
+    os.chdir(folder)
+    config = command_line.load_config(value)
+    print(config.num_iterations, config.seed, 'configs' in sys.modules, flush=True)
+    os._exit(0)
+  os.wait()
 """
 
 
-def _outside(tmp_path, value):
-  """Loads a config as an installed package does, with the folder `configs` inside of the package."""
+def _outside(tmp_path, *given):
+  """Loads configs, (folder, name), as an installed package does, with the folder `configs` inside of the package."""
   package = tmp_path / 'site' / 'ragen_jax'
-  if not package.exists():
-    package.mkdir(parents=True)
-    for path in (*(ROOT / 'ragen_jax').iterdir(), ROOT / 'configs'):
-      (package / path.name).symlink_to(path)
-  result = run_python(_ELSEWHERE, value, cwd=tmp_path, env=environment(PYTHONPATH=str(tmp_path / 'site')))
-  return result.stdout or result.stderr
+  package.mkdir(parents=True)
+  for path in (*(ROOT / 'ragen_jax').iterdir(), ROOT / 'configs'):
+    (package / path.name).symlink_to(path)
+  arguments = [str(x) for case in given for x in case]
+  result = run_python(_ELSEWHERE, *arguments, cwd=tmp_path, env=environment(PYTHONPATH=str(tmp_path / 'site')))
+  return result.stdout.splitlines() or result.stderr
 
 
 def test_config_files_import_shipped_configs_from_any_folder(tmp_path):
-  (tmp_path / 'own.py').write_text(
-    'from configs import frozenlake_ppo\n\n\ndef get_config(model=""):\n'
-    '  config = frozenlake_ppo.get_config(model)\n  config.seed = 7\n  return config\n'
-  )
-  assert _outside(tmp_path, 'frozenlake_ppo') == '40 0 False\n'
-  assert _outside(tmp_path, 'own.py:qwen3-4b') == '200 7 False\n'
+  own, other = tmp_path / 'own', tmp_path / 'other'
   # A folder of the user's with the same name is left to the user's files, and does not disturb the shipped ones.
-  (tmp_path / 'configs').mkdir()
-  (tmp_path / 'configs' / '__init__.py').touch()
-  (tmp_path / 'configs' / 'default.py').write_text('raise RuntimeError')
-  (tmp_path / 'configs' / 'frozenlake_ppo.py').write_text(
+  (other / 'configs').mkdir(parents=True)
+  (other / 'configs' / '__init__.py').touch()
+  (other / 'configs' / 'default.py').write_text('raise RuntimeError')
+  (other / 'configs' / 'frozenlake_ppo.py').write_text(
     'from types import SimpleNamespace\n\n\ndef get_config(model=""):\n  return SimpleNamespace(num_iterations=1)\n'
   )
-  assert _outside(tmp_path, 'frozenlake_ppo') == '40 0 False\n'
-  assert _outside(tmp_path, 'own.py') == '1 7 True\n'
+  own.mkdir()
+  for folder in (own, other):
+    (folder / 'own.py').write_text(
+      'from configs import frozenlake_ppo\n\n\ndef get_config(model=""):\n'
+      '  config = frozenlake_ppo.get_config(model)\n  config.seed = 7\n  return config\n'
+    )
+  given = (own, 'frozenlake_ppo'), (own, 'own.py:qwen3-4b'), (other, 'frozenlake_ppo'), (other, 'own.py')
+  assert _outside(tmp_path, *given) == ['40 0 False', '200 7 False', '40 0 False', '1 7 True']

@@ -6,8 +6,6 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -29,6 +27,7 @@ from tests.support.chat_server import server
 from tests.support.configs import small_config
 from tests.support.events import read_events
 from tests.support.paths import ROOT
+from tests.support.processes import copy_main
 
 # Few turns and one number of rows: few programs.
 FIELDS = dict(
@@ -332,8 +331,7 @@ def test_several_processes_are_refused(monkeypatch, tmp_path):
 
 
 def test_the_command_line_reaches_the_mode(tmp_path):
-  command = [sys.executable, 'main.py', '--mode=eval', '--config=configs/frozenlake_ppo.py', f'--workdir={tmp_path}/x']
-  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  result = copy_main('--mode=eval', '--config=configs/frozenlake_ppo.py', f'--workdir={tmp_path}/x')
   assert result.returncode == 2 and result.stderr.startswith(f'error: --workdir={tmp_path}/x: there is no checkpoint')
   assert len(result.stderr.splitlines()) == 1 and not (tmp_path / 'x').exists()
 

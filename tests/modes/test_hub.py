@@ -1,15 +1,12 @@
 """Uploads to a stand-in of the hub: the model with its card, the episodes as a data set, and refusals in one line.
 
-The client is the hub's own, in processes of its own, because it reads the hub's address when it is imported.
+The client is the hub's own, imported anew in processes of its own, because it then reads the hub's address.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -23,10 +20,12 @@ from ragen_jax.viewer.store import EpisodeWriter
 from tests.support import hub as hubs
 from tests.support.configs import assert_refused, small_config
 from tests.support.made_up_episodes import episode_record
-from tests.support.paths import ROOT
+from tests.support.processes import copy_python
 
 _PUSH = """
 import pickle, sys
+for name in [name for name in sys.modules if name.partition('.')[0] == 'huggingface_hub']:
+  del sys.modules[name]
 from ragen_jax.modes import hub
 from ragen_jax.utils.errors import UserError
 config, workdir, output = pickle.load(open(sys.argv[1], 'rb')), sys.argv[2], sys.argv[3]
@@ -71,13 +70,11 @@ def _push(stand_in, tmp_path, config, workdir, output='', token=hubs.TOKEN):
   import pickle
 
   (tmp_path / 'config.pkl').write_bytes(pickle.dumps(config.copy_and_resolve_references()))
-  environment = os.environ | {
-    'HF_ENDPOINT': stand_in.url, 'HF_TOKEN': token, 'HF_HUB_DISABLE_XET': '1', 'HF_HOME': str(tmp_path / 'home'),
-    'HF_HUB_OFFLINE': '0', 'HF_HUB_DISABLE_TELEMETRY': '1', 'SOME_SECRET': _SECRET, 'PYTHONPATH': str(ROOT),
-  }  # fmt: skip
-  command = [sys.executable, '-c', _PUSH, str(tmp_path / 'config.pkl'), str(workdir), str(output)]
-  done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-  assert done.returncode == 0, done.stderr
+  done = copy_python(
+    _PUSH, tmp_path / 'config.pkl', workdir, output, check=True, HF_ENDPOINT=stand_in.url, HF_TOKEN=token,
+    HF_HUB_DISABLE_XET='1', HF_HOME=str(tmp_path / 'home'), HF_HUB_OFFLINE='0', HF_HUB_DISABLE_TELEMETRY='1',
+    SOME_SECRET=_SECRET,
+  )  # fmt: skip
   assert token not in done.stdout
   return done.stdout.strip().splitlines()[-1]
 

@@ -19,7 +19,7 @@ from ragen_jax.models import presets
 from ragen_jax.modes.play import Person, play
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
-from tests.support.processes import run_main
+from tests.support.processes import copy_main
 from tests.support.speakers import limits, scripted_tokens
 
 TAGS = ('FrozenLake', 'SimpleSokoban', 'Bandit')
@@ -359,5 +359,5 @@ def test_a_level_that_cannot_be_played_is_named_in_one_line(tmp_path, tags, cont
 
 def test_the_flag_names_a_level(tmp_path):
   (tmp_path / 'mine.txt').write_text(LEVEL)
-  played = run_main('--mode=play', '--config=frozenlake_ppo', f'--level={tmp_path / "mine.txt"}', input='quit\n')
+  played = copy_main('--mode=play', '--config=frozenlake_ppo', f'--level={tmp_path / "mine.txt"}', given='quit\n')
   assert played.returncode == 0 and LEVEL in played.stdout, played.stderr

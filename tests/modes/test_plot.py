@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import types
 
 import pytest
@@ -22,7 +20,7 @@ from tests.support.made_up_runs import (
   write_evaluation,
   write_run,
 )
-from tests.support.paths import ROOT
+from tests.support.processes import copy_main
 
 
 @pytest.fixture(scope='module')
@@ -66,10 +64,8 @@ def test_metrics_that_no_run_has_are_left_out(tmp_path, caplog):
 
 def test_the_mode_draws_and_tells_where(tmp_path):
   runs = [write_run(tmp_path / str(seed), run_config(seed), metric_rows(seed, 5, panels=())) for seed in range(2)]
-  command = [sys.executable, 'main.py', '--mode=plot', *(f'--workdir={run}' for run in runs)]
-  result = subprocess.run(
-    [*command, f'--output={tmp_path / "out"}'], cwd=ROOT, capture_output=True, text=True, check=True
-  )
+  workdirs = [f'--workdir={run}' for run in runs]
+  result = copy_main('--mode=plot', *workdirs, f'--output={tmp_path / "out"}', check=True)
   assert result.stderr.splitlines()[-1].startswith(f'written to {tmp_path / "out"}, each as PNG and SVG: curves, ')
   assert (tmp_path / 'out' / 'curves.png').exists()
 

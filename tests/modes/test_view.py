@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -16,13 +14,12 @@ from ragen_jax.utils.errors import UserError
 from ragen_jax.viewer.page import MAX_BYTES, PAGE, write_page
 from ragen_jax.viewer.store import EpisodeWriter
 from tests.support.made_up_episodes import episode_record
-from tests.support.paths import ROOT
+from tests.support.processes import copy_main
 
 
 def test_the_mode_writes_the_page_and_names_it(tmp_path):
   EpisodeWriter(tmp_path).write('eval', 0, [episode_record()])
-  command = [sys.executable, 'main.py', '--mode=view', f'--workdir={tmp_path}']
-  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+  result = copy_main('--mode=view', f'--workdir={tmp_path}', check=True)
   assert result.stderr.startswith(f'{tmp_path / "trajectories.html"} (0.') and result.stderr.count('\n') == 1
   data = re.search(r'id="data">(.*?)</script>', (tmp_path / PAGE).read_text(), re.DOTALL)[1]
   listed = json.loads(data)['episodes']

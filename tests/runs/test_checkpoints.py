@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.utils.errors import DiskError, UserError
 from tests.support.damage import flip_bytes
-from tests.support.processes import coordinator, environment
+from tests.support.processes import coordinator, copy_python, environment
 
 
 class Moments(NamedTuple):
@@ -77,10 +76,8 @@ def message_of(error) -> str:
   return message
 
 
-def start_child(function: str, workdir: pathlib.Path, devices: int | None = None) -> subprocess.Popen:
-  """Calls a function of this file with a workdir, in a process of its own."""
-  code = f'import sys; from tests.runs import test_checkpoints; test_checkpoints.{function}(sys.argv[1])'
-  return subprocess.Popen([sys.executable, '-c', code, str(workdir)], env=environment(devices))
+# Calls a function of this file with a workdir, in a process of its own.
+_CALL = 'import sys; from tests.runs import test_checkpoints; test_checkpoints.{}(sys.argv[1])'
 
 
 # -- round trips -------------------------------------------------------------------------------------------------------
@@ -134,8 +131,7 @@ def test_another_mesh(tmp_path):
   state = {'w': jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8), 'b': jnp.arange(8.0)}
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     checkpointer.save(1, state)
-  child = start_child('eight_devices', tmp_path, devices=8)
-  assert child.wait(120) == 0
+  copy_python(_CALL.format('eight_devices'), tmp_path, devices=8, check=True)
   with Checkpointer(tmp_path, keep=2) as checkpointer:
     assert checkpointer.latest_step() == 2
     restored, _ = checkpointer.restore(state)
@@ -300,8 +296,8 @@ def save_until_a_file_is_too_large(workdir: str) -> None:
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path):
-  child = start_child('save_until_a_file_is_too_large', tmp_path)
-  assert child.wait(120) == -signal.SIGXFSZ
+  done = copy_python(_CALL.format('save_until_a_file_is_too_large'), tmp_path)
+  assert done.returncode == -signal.SIGXFSZ, done.stderr
   unfinished = tmp_path / 'checkpoints' / '2.orbax-checkpoint-tmp'
   assert any(path.is_file() and path.stat().st_size == 2**20 for path in unfinished.rglob('*'))
   with Checkpointer(tmp_path, keep=2) as checkpointer:
@@ -320,10 +316,11 @@ def save_for_ever(workdir: str) -> None:
       checkpointer.save(step, big_state(step), {'step': step})
 
 
-@pytest.mark.parametrize('milliseconds', [0, 17])
+@pytest.mark.parametrize('milliseconds', [pytest.param(0, marks=pytest.mark.slow), 17])
 def test_killed_at_any_moment(tmp_path, milliseconds):
   """Saving and deleting all the time: whenever the process dies, a whole checkpoint is left, and it is the last."""
-  child = start_child('save_for_ever', tmp_path)
+  command = [sys.executable, '-c', _CALL.format('save_for_ever'), str(tmp_path)]
+  child = subprocess.Popen(command, env=environment())
   try:
     deadline = time.monotonic() + 120
     # However many it has saved between two looks.

@@ -21,7 +21,7 @@ from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from ragen_jax.runs.metrics import Counts, MetricWriter, read_metrics
 from ragen_jax.utils.errors import UserError
 from tests.support.events import read_events
-from tests.support.processes import run_python
+from tests.support.processes import copy_python
 
 
 def values_of(step: int) -> dict[str, float]:
@@ -168,7 +168,7 @@ def test_killed_then_resumed(tmp_path, rubbish):
   if rubbish:  # the process is slow to start: one kill is enough, the other cases are what it may leave
     write_steps(killed, 0, 5)
   else:
-    assert run_python(KILLED, str(killed)).returncode == -signal.SIGKILL
+    assert copy_python(KILLED, str(killed)).returncode == -signal.SIGKILL
   with (killed / 'metrics.jsonl').open('a') as file:
     file.write(rubbish)
   assert [row['step'] for row in read_metrics(killed)][:5] == list(range(5))

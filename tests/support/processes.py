@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from tests.support.paths import ROOT
@@ -70,44 +75,121 @@ def run_python(code: str, *arguments: str, devices: int | None = None, **options
   return subprocess.run([sys.executable, '-c', code, *arguments], **options)
 
 
-# Imports the program once. Each list of arguments then runs in a copy of the process, which no other one changes.
-_MANY = """
-import json, os, sys, tempfile, traceback, warnings
+# Imports the program once. Each request is then run by a copy of the process, which no other one changes.
+_COPIES = """
+import gc, json, os, runpy, socket, sys, warnings
+sys.modules['torch'] = None  # transformers would import it where it is there; it takes as long as everything else
 import ragen_jax.train
-from ragen_jax.__main__ import run
+del sys.modules['torch']
 
 warnings.filterwarnings('ignore', message='os.fork')
-found = []
-for arguments in json.loads(sys.argv[1]):
-  with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-    process = os.fork()
-    if not process:
-      os.dup2(out.fileno(), 1)
-      os.dup2(err.fileno(), 2)
-      sys.argv, status = ['main.py', *arguments], 0
-      try:
-        run()
-      except SystemExit as e:
-        status = e.code
-      except BaseException:
-        traceback.print_exc()
-        status = 1
-      sys.stdout.flush(), sys.stderr.flush()
-      os._exit(status)  # at once: the interpreter takes a second to end
-    _, status = os.waitpid(process, 0)
-    out.seek(0), err.seek(0)
-    found.append((os.waitstatus_to_exitcode(status), out.read().decode(), err.read().decode()))
-print(json.dumps(found))
+gc.collect(), gc.freeze()
+requests = socket.socket(fileno=int(sys.argv[1]))
+while True:
+  message, files, *_ = socket.recv_fds(requests, 1, 4)
+  if not message:
+    os._exit(0)
+  process = os.fork()
+  if not process:
+    break
+  for file in files:
+    os.close(file)
+  requests.sendall(f'{process}\\n'.encode())
+  requests.sendall(f'{os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])}\\n'.encode())
+
+requests.close()
+with open(files.pop()) as file:
+  request = json.load(file)
+for number, file in enumerate(files):
+  os.dup2(file, number), os.close(file)
+assert not any(os.environ.get(k) != x for k, x in request['variables'].items() if k.startswith('JAX_')), 'read before'
+os.environ.clear(), os.environ.update(request['variables'])
+os.chdir(request['cwd'])
+sys.argv[:] = request['argv']
+if request['code'] is None:
+  runpy.run_path(sys.argv[0], run_name='__main__')
+else:
+  exec(request['code'])
 """
 
 
-def run_mains(*commands: Sequence[str]) -> list[subprocess.CompletedProcess]:
-  """Runs the program once for each list of arguments, in the repository's root, without starting Python for each.
+class _Copies:
+  """The process of which programs get copies."""
 
-  For commands that end before JAX looks for devices.
+  def __init__(self) -> None:
+    self.requests, theirs = socket.socketpair()
+    with theirs:
+      command = [sys.executable, '-c', _COPIES, str(theirs.fileno())]
+      self.process = subprocess.Popen(command, cwd=ROOT, env=environment(), pass_fds=[theirs.fileno()])
+    self.answers = self.requests.makefile()
+    atexit.register(self.close)
+
+  def close(self) -> None:
+    self.answers.close()
+    self.requests.close()
+    self.process.wait()
+
+  def run(self, request: dict[str, Any], given: str, timeout: float) -> subprocess.CompletedProcess:
+    with tempfile.TemporaryFile('w+') as told, tempfile.TemporaryFile('w+') as entered:
+      json.dump(request, told)
+      entered.write(given)
+      told.seek(0), entered.seek(0)
+      # Pipes, which whatever the program leaves running holds, too: this waits for all of it, as `subprocess.run` does.
+      pipes = [os.pipe() for _ in range(2)]
+      try:
+        socket.send_fds(self.requests, [b'.'], [entered.fileno(), *(theirs for _, theirs in pipes), told.fileno()])
+      finally:
+        for _, theirs in pipes:
+          os.close(theirs)
+    texts = [[], []]
+    readers = [
+      threading.Thread(target=lambda file, text: text.append(file.read()), args=(os.fdopen(ours), text))
+      for (ours, _), text in zip(pipes, texts, strict=True)
+    ]
+    for reader in readers:
+      reader.start()
+    process = int(self.answers.readline())
+    late = threading.Timer(timeout, os.kill, [process, signal.SIGKILL])
+    late.start()
+    for reader in readers:
+      reader.join()
+    status = int(self.answers.readline())
+    late.cancel()
+    late.join()
+    return subprocess.CompletedProcess(request['argv'], status, *(text[0] for text in texts))
+
+
+_copies = functools.cache(_Copies)
+
+
+def copy_python(
+  code: str | None, *arguments: str, devices: int | None = None, cwd: Any = ROOT, given: str = '', name: str = '-c',
+  check: bool = False, timeout: float = 280, **variables: str,
+) -> subprocess.CompletedProcess:  # fmt: skip
+  """Runs Python code as `run_python` does, in a copy of a process that has imported the program already.
+
+  That saves seconds. Not for tests of imports, of PyTorch, or of the variables that JAX reads when it is imported.
+
+  Args:
+    code: the code; None for the file `name`.
+    *arguments: `sys.argv[1:]`.
+    devices: number of fake CPU devices; None leaves it as it is.
+    cwd: the folder in which it runs.
+    given: standard input.
+    name: `sys.argv[0]`.
+    check: raise if the exit status is not 0.
+    timeout: seconds until it is killed.
+    **variables: set in addition.
   """
-  done = run_python(_MANY, json.dumps(commands), check=True)
-  return [
-    subprocess.CompletedProcess(list(command), *result)
-    for command, result in zip(commands, json.loads(done.stdout), strict=True)
-  ]
+  argv = [name, *map(str, arguments)]
+  request = {'code': code, 'argv': argv, 'cwd': str(cwd), 'variables': environment(devices, **variables)}
+  done = _copies().run(request, given, timeout)
+  if check and done.returncode:
+    sys.stderr.write(done.stderr)
+    raise subprocess.CalledProcessError(done.returncode, argv, done.stdout, done.stderr)
+  return done
+
+
+def copy_main(*arguments: str, **options: Any) -> subprocess.CompletedProcess:
+  """Runs `main.py` as `run_main` does, in a copy of a process that has imported it already; see `copy_python`."""
+  return copy_python(None, *arguments, name=str(ROOT / 'main.py'), **options)

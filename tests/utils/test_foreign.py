@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.support.processes import run_main, run_python
+from tests.support.processes import copy_python, run_main
 
 # Two episodes of a deadly game, as a rollout plays them; then what is said of children.
 _PLAY = """
@@ -37,7 +37,7 @@ print(foreign.end_children())
 
 @pytest.mark.parametrize('workers', ['0', '1'])
 def test_an_environment_that_ends_the_process_is_named_and_the_status_is_not_0(workers):
-  done = run_python(_PLAY, workers, 'exit', timeout=100)
+  done = copy_python(_PLAY, workers, 'exit', timeout=100)
   assert done.returncode == 1 and not done.stdout
   (error,) = [line for line in done.stderr.splitlines() if 'error' in line]
   assert error.startswith('error: envs.Lethal: ended the process of the run by os._exit(0) (deadly.py:')
@@ -52,12 +52,12 @@ from ragen_jax.utils import foreign
 with foreign.calling('a'):
   os._exit({status})
 """
-  done = run_python(code, timeout=60)
+  done = copy_python(code, timeout=60)
   assert done.returncode == seen and f'error: a: ended the process of the run by os._exit({status}) (' in done.stderr
 
 
 def test_a_crash_names_the_environment_in_the_stack_traces():
-  done = run_python(_PLAY, '1', 'crash', timeout=100)
+  done = copy_python(_PLAY, '1', 'crash', timeout=100)
   assert done.returncode == -signal.SIGSEGV and not done.stdout
   assert 'Segmentation fault' in done.stderr and 'in envs.Lethal' in done.stderr
   assert 'deadly.py' in done.stderr  # the line that crashed
@@ -67,7 +67,7 @@ def test_a_crash_names_the_environment_in_the_stack_traces():
 def test_children_of_fork_do_not_go_on_as_the_run_and_those_that_crash_or_stay_are_named(workers):
   # All processes hold the pipes of this test, so none is left when the call returns.
   hows = ('come back', 'stay', 'crash in a child', 'wait', 'stay in a process', 'daemon')
-  done = run_python(_PLAY, workers, *hows, timeout=100)
+  done = copy_python(_PLAY, workers, *hows, timeout=100)
   assert done.returncode == 0, done.stderr
   *played, told = done.stdout.splitlines()
   assert played == [f'{how} [3, 3] []' for how in hows]  # once each
@@ -98,7 +98,7 @@ with foreign.calling('a'):
       print(i, e.strerror)
 print(foreign.end_children())
 """
-  done = run_python(code, timeout=60)
+  done = copy_python(code, timeout=60)
   refused, told = done.stdout.splitlines()
   assert refused == '3 3 children that a made by fork are running'
   assert told.startswith('a: a child that it made by fork was still running at the end (pid ')

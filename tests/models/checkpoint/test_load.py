@@ -25,7 +25,7 @@ from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import SMALL, assert_identical, contents, edit_config, flat
-from tests.support.processes import run_python
+from tests.support.processes import copy_python
 
 
 def test_no_fresh_weights_are_made_while_loading(checkpoint, monkeypatch):
@@ -169,7 +169,7 @@ def test_code_that_comes_with_a_checkpoint_is_never_run(tmp_path):
 
 def output(code: str, *args: str, devices: int) -> str:
   """What the code prints in a process of its own."""
-  done = run_python(code, *args, devices=devices)
+  done = copy_python(code, *args, devices=devices)
   assert done.returncode == 0, done.stderr
   return done.stdout
 

@@ -26,7 +26,7 @@ from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import LLAMA, SMALL, SMALL3, assert_identical, contents, edit_config, flat, random_params
-from tests.support.processes import run_python
+from tests.support.processes import copy_python
 
 
 @pytest.mark.parametrize('cfg', [SMALL, SMALL3, LLAMA], ids=['qwen2', 'qwen3', 'llama'])
@@ -224,7 +224,7 @@ def killed_exports(tmp_path_factory):
     for name, text in _MINE.items():
       (out / name).write_text(text)
     found[moment] = out, contents(out)
-  done = run_python(_KILLED, json.dumps({moment: str(out) for moment, (out, _) in found.items()}), check=True)
+  done = copy_python(_KILLED, json.dumps({moment: str(out) for moment, (out, _) in found.items()}), check=True)
   assert json.loads(done.stdout) == dict.fromkeys(_MOMENTS, -signal.SIGKILL)
   return found
 

@@ -20,7 +20,7 @@ from ragen_jax.serving.engine.settings import EngineSettings
 from ragen_jax.serving.errors import EngineStopped, QueueFull
 from ragen_jax.serving.types import Finish
 from tests.support.configs import small_config
-from tests.support.processes import run_python
+from tests.support.processes import copy_python
 from tests.support.serving import (
   PATIENCE,
   STOP,
@@ -527,7 +527,7 @@ print(json.dumps([sampler.traces == traces, stats.copies, [r.ids for r in replie
 
 @pytest.mark.slow
 def test_rows_over_two_devices_have_the_same_replies(shared):
-  found = run_python(_ON_TWO_DEVICES, devices=2)
+  found = copy_python(_ON_TWO_DEVICES, devices=2)
   assert found.returncode == 0, found.stderr[-3000:]
   nothing_new, copies, ids = json.loads(found.stdout.splitlines()[-1])
   assert nothing_new and copies > 0
