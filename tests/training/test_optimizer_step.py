@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from ragen_jax.training import bad_steps, optimizer_step
 from ragen_jax.training.optimizer_step import SKIPPED, OptimizerStep
 from tests.support import learning
 from tests.support.compilations import compiled
-from tests.support.processes import run_python
+from tests.support.processes import copy_python
 
 _FOUND = {'loss': jnp.float32(1)}
 _SCALE = np.float32(0.7)
@@ -49,6 +50,13 @@ def _steps(step, optimizer, trained, number, scale=_SCALE, found=_FOUND):
 @pytest.fixture(autouse=True)
 def _few_layers_are_many(monkeypatch):
   monkeypatch.setattr(optimizer_step, '_FROM_LAYERS', 4)
+
+
+@functools.cache
+def _shared():
+  """An optimiser and its step, of which the programs are compiled once."""
+  optimizer = learning.optimizer()
+  return optimizer, OptimizerStep(optimizer, None)
 
 
 def _in_one_program(monkeypatch):
@@ -126,8 +134,7 @@ def _poisoned(tree, name, x):
 )  # fmt: skip
 @pytest.mark.parametrize('x', [np.nan, np.inf])
 def test_numbers_that_are_not_finite_keep_all_parts_as_they_are_and_are_named(where, name, text, x):
-  optimizer = learning.optimizer()
-  trained, step = _weights(), OptimizerStep(optimizer, None)
+  (optimizer, step), trained = _shared(), _weights()
   state = optimizer.init(trained)
   trained, state, _ = step(trained, state, _gradients(trained), _FOUND, np.float32(1))
   given = {'weights': trained, 'state': state, 'gradients': _gradients(trained, 1), 'found': _FOUND}
@@ -182,8 +189,7 @@ def test_types_stay_as_they_are(monkeypatch, least):
 
 
 def test_weights_and_state_are_donated():
-  optimizer = learning.optimizer()
-  trained, step = _weights(), OptimizerStep(optimizer, None)
+  (optimizer, step), trained = _shared(), _weights()
   given = trained, optimizer.init(trained)
   step(*given, _gradients(trained), _FOUND, np.float32(1))
   assert all(x.is_deleted() for x in jax.tree.leaves(given) if x.size > 1)
@@ -205,9 +211,14 @@ def test_a_step_runs_what_was_compiled_before(layers, critic_only):
   assert [name for name in ahead if '_apply' in name] and not [name for name in later if '_apply' in name]
 
 
-@pytest.mark.parametrize('critic_only', [False, True])
-@pytest.mark.parametrize('separate', [False, True])
-@pytest.mark.parametrize('clip', [0.5, pytest.param(1e9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  ('clip', 'separate', 'critic_only'),
+  [
+    (0.5, False, True), (0.5, True, False),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in [(0.5, False, False), (0.5, True, True)]),
+    *(pytest.param(1e9, *x, marks=pytest.mark.slow) for x in itertools.product([False, True], repeat=2)),
+  ],
+)  # fmt: skip
 def test_parts_take_the_step_of_one_program(monkeypatch, critic_only, separate, clip):
   optimizer = learning.optimizer(
     grad_clip=clip, separate_critic=separate, weight_decay=0.1, warmup_steps=2, critic_lr=3e-2
@@ -279,6 +290,6 @@ def on_a_mesh():
 
 
 def test_parts_on_a_mesh():
-  done = run_python(_ON_A_MESH, devices=4)
+  done = copy_python(_ON_A_MESH, devices=4)
   assert done.returncode == 0, done.stderr[-3000:]
   assert done.stdout.endswith('as on one device\n')
