@@ -20,7 +20,6 @@ from ragen_jax.sampling.draw import PLAIN, Sampling
 from ragen_jax.sampling.feeding import Stage
 from ragen_jax.sampling.shapes import Shapes
 from ragen_jax.training.batches import TokenRows, sampled_columns
-from ragen_jax.training.scoring import score_tokens
 from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.models import random_policy
@@ -162,7 +161,7 @@ def test_sampler_s_logprobs_and_values_equal_a_full_forward_pass_on_the_timeline
   policy, params, rollout, _, _ = played
   t = rollout.trajectory
   columns, mask = sampled_columns(t.loss_mask)
-  logprobs, entropies, values = score_tokens(
+  logprobs, entropies, values = learning.score(
     nnx.merge(nnx.split(policy.model)[0], params),
     TokenRows(t.tokens, columns, columns > 0),
     learning.scoring(vocab_limit=policy.tokenizer.size),

@@ -30,7 +30,6 @@ from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.training.batches import TokenRows, at_columns, sampled_columns
 from ragen_jax.training.optimizer_step import SKIPPED
-from ragen_jax.training.scoring import score_tokens
 from ragen_jax.utils.errors import Diverged, UserError
 from tests.support import learning
 from tests.support.configs import small_config
@@ -71,7 +70,7 @@ def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   scoring = learning.scoring()
   columns, mask = sampled_columns(trajectory.loss_mask)
   best = at_columns(trajectory.values, columns, mask)[mask]
-  _, _, values = score_tokens(policy.model, TokenRows(trajectory.tokens, columns, mask), scoring)
+  _, _, values = learning.score(policy.model, TokenRows(trajectory.tokens, columns, mask), scoring)
   assert best.std() > 0.1  # the goal is beside the player, where two of three slips may reach it, or out of reach
   assert np.corrcoef(np.asarray(values)[mask], best)[0, 1] > 0.7
   assert abs(np.asarray(values)[mask].mean() - best.mean()) < 0.1

@@ -14,6 +14,7 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models import presets
 from ragen_jax.sft import tiny_tokenizer
+from tests.support.adapters import logits as logits_of
 from tests.support.configs import small_config
 
 
@@ -55,6 +56,5 @@ def test_the_built_in_model_is_small_and_opens_in_transformers():
   assert tuple(ids) == policy.tokenizer.encode('Actions: Left, Down <think>I am at (1, 2)')
   with torch.no_grad():
     expected = theirs(torch.tensor([ids])).logits[0].numpy()
-  qwen = policy.model.policy
-  hidden, _ = qwen(qwen.embed(jax.numpy.asarray([ids])))
-  np.testing.assert_allclose(np.asarray(qwen.logits(hidden))[0], expected, atol=1e-4)
+  found = logits_of(policy.model.policy, jax.numpy.asarray([ids]))
+  np.testing.assert_allclose(np.asarray(found)[0], expected, atol=1e-4)

@@ -22,7 +22,7 @@ from ragen_jax.training.batches import MicroBatch, MiniBatch, micro_batches, pla
 from ragen_jax.training.learner import Learner
 from ragen_jax.training.objective import LossSettings
 from ragen_jax.training.optimizer import OptimizerSettings, make_optimizer
-from ragen_jax.training.scoring import RematSettings, ScoringSettings
+from ragen_jax.training.scoring import RematSettings, ScoringSettings, score_tokens
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.observer import Observer
@@ -44,6 +44,10 @@ def scoring(**fields: Any) -> ScoringSettings:
   """Scoring as the sampler draws by default; `fields` differ, `remat` is one of `qwen.REMAT`."""
   found = _SCORING | fields
   return ScoringSettings(**found | {'remat': remat(found['remat'])})
+
+
+# Scores by one program; without it, each operation would be compiled by itself.
+score = nnx.jit(score_tokens, static_argnums=2)
 
 
 def remat(name: str) -> RematSettings:

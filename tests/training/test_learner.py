@@ -13,7 +13,6 @@ from flax import nnx
 from ragen_jax.training.batches import micro_batches
 from ragen_jax.training.learner import Learner
 from ragen_jax.training.optimizer_step import SKIPPED
-from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.state import TrainState
 from ragen_jax.utils.observer import Observer
 from tests.support import learning
@@ -63,7 +62,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
   graphdef, params = nnx.split(model)
 
   def numpy_loss(params):
-    scores = score_tokens(nnx.merge(graphdef, params), batch, settings)
+    scores = learning.score(nnx.merge(graphdef, params), batch, settings)
     logprobs, entropies, values = (np.asarray(x, np.float64) for x in scores)
     total = 0.0
     n = batch.mask.sum()

@@ -76,9 +76,9 @@ def test_features_that_are_embeddings_give_the_scores_and_gradients_of_the_token
 def test_other_features_give_other_scores():
   """Columns that are no tokens: what stands in a column before a token changes it, and what comes behind does not."""
   model, batch, settings = random_model(_VOCAB), _batch(), learning.scoring()
-  plain = score_tokens(model, batch, settings)[0]
+  plain = learning.score(model, batch, settings)[0]
   images = _as_images(model, batch.tokens, lambda x: x.at[:, 5].add(1.0))
-  changed = score_tokens(model, batch.replace(images=images), settings)[0]
+  changed = learning.score(model, batch.replace(images=images), settings)[0]
   differs = np.asarray(plain != changed) & batch.mask
   before = batch.columns <= 5
   assert differs[~before & batch.mask].all() and not differs[before].any()

@@ -20,6 +20,7 @@ from benchmarks import accelerator, accelerator_decode, accelerator_numbers, acc
 from ragen_jax.models import attention
 from ragen_jax.models.qwen import Qwen
 from tests.support.paths import ROOT
+from tests.support.processes import copy_python
 
 
 def test_combinations_of_flags_begin_with_the_fewest_changes():
@@ -216,11 +217,11 @@ def test_kernels_for_the_cache_attend_as_einsum_does(kernel):
   q, k, v, kept_k, kept_v = normal(b, 1, n, h), *(normal(b, x, kv, h) for x in (c, c, s, s))
   kept = (kept_k, kept_v, jnp.arange(s)[None, None] < jnp.asarray([s, 17, 0])[:, None, None])
   mask = jnp.arange(c)[None, None] <= 2
-  attend = accelerator_decode.attend_with(kernel, interpret=True)
-  np.testing.assert_allclose(attend(q, k, v, mask, kept), attention._attend(q, k, v, mask, kept), atol=1e-6)
+  attend, einsum = (jax.jit(x) for x in (accelerator_decode.attend_with(kernel, interpret=True), attention._attend))
+  np.testing.assert_allclose(attend(q, k, v, mask, kept), einsum(q, k, v, mask, kept), atol=1e-6)
   # Prompts attend as always.
   wide = jnp.tile(q, (1, 2, 1, 1))
-  np.testing.assert_array_equal(attend(wide, k, v, mask, kept), attention._attend(wide, k, v, mask, kept))
+  np.testing.assert_array_equal(attend(wide, k, v, mask, kept), einsum(wide, k, v, mask, kept))
 
 
 @pytest.mark.parametrize('kernel', ['xla', 'pallas'])  # cuDNN's is lowered only where there is a GPU
@@ -284,8 +285,7 @@ def test_differences_are_relative_and_nan_is_above_every_limit():
 
 
 def test_an_unknown_part_is_refused():
-  command = [sys.executable, 'benchmarks/accelerator.py', '--parts=decod']
-  found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+  found = copy_python(None, '--parts=decod', name='benchmarks/accelerator.py')
   assert found.returncode == 1
   assert found.stderr == 'error: --parts=decod: allowed: parity, attention, decode, iteration, main_job\n'
 

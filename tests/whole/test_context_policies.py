@@ -13,7 +13,6 @@ from ragen_jax.agent.episode import Status
 from ragen_jax.training.batches import TokenRows, mini_batches, sampled_columns
 from ragen_jax.training.estimate import TargetEstimator
 from ragen_jax.training.rollout_metrics import rollout_metrics
-from ragen_jax.training.scoring import score_tokens
 from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.estimators import estimating
@@ -80,7 +79,7 @@ def test_logprobs_are_those_of_a_forward_pass_over_the_row_alone(played):
   columns, mask = sampled_columns(t.loss_mask)
   model = nnx.merge(nnx.split(trainer.model.model)[0], state.params)
   settings = learning.scoring(vocab_limit=trainer.model.tokenizer.size)
-  logprobs, _, values = score_tokens(model, TokenRows(t.tokens, columns, mask), settings)
+  logprobs, _, values = learning.score(model, TokenRows(t.tokens, columns, mask), settings)
   for recorded, recomputed in ((t.logprobs, logprobs), (t.values, values)):
     at = np.take_along_axis(recorded, columns, axis=1)
     np.testing.assert_allclose(at[mask], np.asarray(recomputed)[mask], atol=1e-4)

@@ -20,6 +20,7 @@ from ragen_jax.models.checkpoint.load import load_params, load_value_head
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.utils.errors import UserError
+from tests.support.adapters import logits as logits_of
 from tests.support.models import random_model
 
 _ADAPTERS = lora.LoraConfig(rank=2, alpha=6, targets=('q_proj', 'down_proj'))
@@ -156,7 +157,7 @@ def test_adapters_alone_or_merged_into_the_weights(tmp_path, settings):
   plain = _model().policy
   nnx.update(plain, _load(merged))
   tokens = jnp.arange(12)[None] % _VOCAB
-  logits = [qwen.logits(qwen(qwen.embed(tokens))[0]) for qwen in (plain, model.policy, _model().policy)]
+  logits = [logits_of(qwen, tokens) for qwen in (plain, model.policy, _model().policy)]
   np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
   assert np.abs(logits[1] - logits[2]).max() > 0.1
 
