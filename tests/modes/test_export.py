@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +20,15 @@ from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
+from tests.support.adapters import logits as logits_of
 from tests.support.configs import small_config
-from tests.support.paths import ROOT
+from tests.support.processes import copy_main
 
 TEXT = '<think>I am at (1, 2)</think><answer>Left || Down</answer>'
 
 
 def _logits(qwen, ids) -> np.ndarray:
-  return np.asarray(qwen.logits(qwen(qwen.embed(jnp.asarray([ids])))[0]))[0]
+  return np.asarray(logits_of(qwen, jnp.asarray([ids])))[0]
 
 
 def _moved(params, amount: float):
@@ -190,13 +189,6 @@ def test_a_workdir_without_a_run_is_refused(tmp_path):
 
 def test_the_command_line_exports_the_workdir_of_the_config(tmp_path):
   """The mode is reached, and what it says is one line."""
-  command = [
-    sys.executable,
-    'main.py',
-    '--mode=export',
-    '--config=configs/frozenlake_ppo.py',
-    f'--workdir={tmp_path}/x',
-  ]
-  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  result = copy_main('--mode=export', '--config=configs/frozenlake_ppo.py', f'--workdir={tmp_path}/x')
   assert result.returncode == 2 and result.stderr.startswith(f'error: workdir {tmp_path}/x holds no run: ')
   assert len(result.stderr.splitlines()) == 1

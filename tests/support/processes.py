@@ -78,12 +78,13 @@ def run_python(code: str, *arguments: str, devices: int | None = None, **options
 # Imports the program once. Each request is then run by a copy of the process, which no other one changes.
 _COPIES = """
 import gc, json, os, runpy, socket, sys, warnings
+gc.disable()
 sys.modules['torch'] = None  # transformers would import it where it is there; it takes as long as everything else
 import ragen_jax.train
 del sys.modules['torch']
 
 warnings.filterwarnings('ignore', message='os.fork')
-gc.collect(), gc.freeze()
+gc.collect(), gc.freeze(), gc.enable()
 requests = socket.socket(fileno=int(sys.argv[1]))
 while True:
   message, files, *_ = socket.recv_fds(requests, 1, 4)

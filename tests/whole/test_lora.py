@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +27,10 @@ from ragen_jax.training.learner import Learner
 from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import UserError
 from tests.support import learning
+from tests.support.adapters import logits as logits_of
 from tests.support.configs import small_config
 from tests.support.models import random_model
-from tests.support.paths import ROOT
-from tests.support.processes import environment
+from tests.support.processes import copy_python
 
 
 def _model(vocab: int = 30):
@@ -199,9 +197,7 @@ def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_p
   qwen, merged = policy.model.policy, small_config(model__path=str(tmp_path / 'merged'))
   plain = build.load_policy(merged).model.policy
   tokens = jnp.asarray([policy.tokenizer.encode('<think>I am at (1, 2)</think><answer>Trader</answer>')])
-  np.testing.assert_allclose(
-    plain.logits(plain(plain.embed(tokens))[0]), qwen.logits(qwen(qwen.embed(tokens))[0]), atol=1e-4
-  )
+  np.testing.assert_allclose(logits_of(plain, tokens), logits_of(qwen, tokens), atol=1e-4)
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -240,15 +236,7 @@ for (path, a), (_, b) in zip(nnx.to_flat_state(one), nnx.to_flat_state(many), st
 
 @pytest.mark.slow
 def test_a_mesh_changes_nothing_with_adapters():
-  done = subprocess.run(
-    [sys.executable, '-c', _ON_A_MESH],
-    cwd=ROOT,
-    env=environment(devices=8),
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
+  copy_python(_ON_A_MESH, devices=8, check=True)
 
 
 # -- configs -----------------------------------------------------------------------------------------------------------

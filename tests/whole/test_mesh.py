@@ -23,7 +23,7 @@ from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.checkpoints import Checkpointer
 from tests.support import mesh_worker
 from tests.support.paths import ROOT
-from tests.support.processes import coordinator, environment
+from tests.support.processes import coordinator, copy_python, environment
 
 
 def _wait(workers, seconds=580):
@@ -39,18 +39,19 @@ def _wait(workers, seconds=580):
 def _run(model, directory, shapes, processes=1, checkpoint='', **fields):
   """Runs the worker over some shapes; what it found, by shape."""
   directory.mkdir()
-  command = [sys.executable, '-m', 'tests.support.mesh_worker', model, str(directory), checkpoint, ','.join(shapes)]
-  extra = [[]]
-  variables = environment(math.prod(map(int, shapes[0].split('x'))) // processes)
-  variables |= {'CONFIG_FIELDS': json.dumps(fields)}
+  given = [model, str(directory), checkpoint, ','.join(shapes)]
+  devices, fields = math.prod(map(int, shapes[0].split('x'))) // processes, json.dumps(fields)
+  if processes == 1:
+    code = 'from tests.support import mesh_worker; mesh_worker.main()'
+    copy_python(code, *given, devices=devices, check=True, timeout=580, CONFIG_FIELDS=fields)
+    return {shape: np.load(directory / f'{shape}.npz') for shape in shapes}
+  command, workers = [sys.executable, '-m', 'tests.support.mesh_worker', *given], []
   logs = [directory / f'{i}.log' for i in range(processes)]
-  workers = []
   with coordinator() as address:
-    if processes > 1:
-      extra = [[address, str(processes), str(i)] for i in range(processes)]
-    for arguments, log in zip(extra, logs, strict=True):
+    for i, log in enumerate(logs):
+      own, variables = [address, str(processes), str(i)], environment(devices, CONFIG_FIELDS=fields)
       with log.open('w') as file:
-        workers.append(subprocess.Popen([*command, *arguments], cwd=ROOT, env=variables, stdout=file, stderr=file))
+        workers.append(subprocess.Popen([*command, *own], cwd=ROOT, env=variables, stdout=file, stderr=file))
     codes = _wait(workers)
   assert codes == [0] * processes, '\n'.join(log.read_text()[-3000:] for log in logs)
   return {shape: np.load(directory / f'{shape}.npz') for shape in shapes}
