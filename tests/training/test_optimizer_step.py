@@ -104,10 +104,15 @@ def test_a_step_is_that_of_optax(layers):
   )
   expected = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, b2=0.99, weight_decay=0.1, mask=decayed))
   state = expected.init(trained)
+
+  @jax.jit  # one program in place of one for each operation
+  def follow(trained, state, gradients):
+    updates, state = expected.update(gradients, state, trained)
+    return optax.apply_updates(trained, updates), state
+
   for i in range(3):
     gradients = _gradients(trained, i)
-    updates, state = expected.update(gradients, state, trained)
-    trained = optax.apply_updates(trained, updates)
+    trained, state = follow(trained, state, gradients)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.device_get(trained)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
   np.testing.assert_allclose(metrics['actor/grad_norm'], optax.tree.norm(gradients), rtol=1e-5)
