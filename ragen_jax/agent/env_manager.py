@@ -6,13 +6,15 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from concurrent import futures
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ragen_jax.agent.image_observations import shows_images
-from ragen_jax.agent.pools import Pool, make_pool
+from ragen_jax.agent.pool import Pool
+from ragen_jax.agent.pools import make_pool
 from ragen_jax.agent.segments import Observation
 from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
@@ -20,6 +22,7 @@ from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar('_Result')
 
 # Number of training levels of one `seed`; each seed has its own range.
 LEVELS_PER_SEED = 10_000_000
@@ -163,13 +166,26 @@ class EnvStateManager:
         )
     self.level_seeds = first_seed + self.row_group.astype(np.int64)
     members = first_member + np.arange(self.rows) % self.group_size
-    for i, pool in self.pools.items():
-      own = self._slices[i]
+
+    def begin(index: int, pool: Pool) -> None:
+      own = self._slices[index]
       if self._held_out:
         self.level_seeds[own] = self._redraw(pool, self.level_seeds[own], members[own])
       if pool.outside or not self._held_out:
         pool.reset(self.level_seeds[own], members[own])
+
+    self._each(begin)
     return self.render()
+
+  def _each(self, call: Callable[[int, Pool], _Result]) -> list[_Result]:
+    """The results of a call for each pool, in order. If several may run in any thread, they run at the same time."""
+    apart = [i for i, pool in self.pools.items() if pool.spec.env.any_thread]
+    if len(apart) < 2:
+      return [call(i, pool) for i, pool in self.pools.items()]
+    with futures.ThreadPoolExecutor(len(apart), 'ragen_jax-pool') as threads:
+      waiting = {i: threads.submit(call, i, self.pools[i]) for i in apart}
+      done = {i: call(i, pool) for i, pool in self.pools.items() if i not in waiting}
+      return [waiting[i].result() if i in waiting else done[i] for i in self.pools]
 
   def _redraw(self, pool: Pool, seeds: np.ndarray, members: np.ndarray) -> np.ndarray:
     """Replaces held-out levels with levels from other seeds, and returns the seeds i64[rows] of all levels.
@@ -219,7 +235,7 @@ class EnvStateManager:
 
   def step(self, actions: list[list[Any]]) -> StepResult:
     """Executes a turn's parsed actions; rows without actions have an empty list."""
-    parts = [pool.step(actions[self._slices[i]]) for i, pool in self.pools.items()]
+    parts = self._each(lambda i, pool: pool.step(actions[self._slices[i]]))
     return StepResult(
       rewards=[own for part in parts for own in part.rewards],
       executed=np.concatenate([part.executed for part in parts]),

@@ -103,6 +103,8 @@ class Game(abc.ABC):
     action_help: for free-text actions, one line about the form of an action; otherwise empty.
     has_solver: whether `solve` exists. Without a solver `optimal` is NaN, and there are no demonstrations.
     has_expert: whether sessions of a game outside JAX give reference actions, for demonstrations and as a baseline.
+    any_thread: whether sessions of a game outside JAX may be used in any thread, one at a time. Such games of several
+      tags are played at the same time; others are played in the main thread.
     is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
     played_by_programs: whether programs play it over HTTP, and not the policy turn by turn.
     scene_kinds: the kinds of things in its `scenes`; empty for a game without scenes.
@@ -117,6 +119,7 @@ class Game(abc.ABC):
   action_help: ClassVar[str] = ''
   has_solver: ClassVar[bool] = True
   has_expert: ClassVar[bool] = False
+  any_thread: ClassVar[bool] = False
   is_outside: ClassVar[bool] = False
   played_by_programs: ClassVar[bool] = False
   scene_kinds: ClassVar[tuple[str, ...]] = ()

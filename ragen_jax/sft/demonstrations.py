@@ -13,7 +13,8 @@ import numpy as np
 
 from ragen_jax.agent.episode import Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
-from ragen_jax.agent.pools import JaxPool, OutsidePool
+from ragen_jax.agent.outside_pool import OutsidePool
+from ragen_jax.agent.pools import JaxPool
 from ragen_jax.agent.speakers import written_reply
 from ragen_jax.agent.world_model.descriptions import describe
 from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION

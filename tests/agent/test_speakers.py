@@ -46,8 +46,9 @@ class Client(EndpointSpeaker):
     super().__init__(EndpointSettings('http://localhost:1/v1', 'some-model', 0, 1.0, 1, 1), PLAIN)
     self.asked = []
 
-  def replies(self, chats):
+  def replies(self, chats, most):
     self.asked.append(chats)
+    assert most == [0] * len(chats)  # the tag has no limit of its own
     return [TextReply(f'reply {i}', tokens=i) for i in range(len(chats))]
 
 

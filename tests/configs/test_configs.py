@@ -16,6 +16,7 @@ from ragen_jax import envs as registry
 from ragen_jax.config import checks, shipped
 from ragen_jax.config.checks import check_config
 from ragen_jax.envs import base
+from ragen_jax.envs.spec import OPTIONAL
 from ragen_jax.models import presets
 from ragen_jax.modes import export, sft
 from tests.support.configs import leaves, small_config
@@ -72,7 +73,7 @@ def test_every_option_of_an_environment_has_a_comment_line_above_it():
 
 
 def test_options_of_environments_are_those_of_their_classes():
-  common = {'type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words'}
+  common = {'type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words', *OPTIONAL}
   for tag, options in default.get_config().envs.items():
     own = {field.name for field in dataclasses.fields(registry.TYPES[options.type])}
     drawn = options.type in ('frozen_lake', 'sokoban', 'game_2048', 'rubik_2x2', 'sudoku')

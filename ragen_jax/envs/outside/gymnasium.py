@@ -125,6 +125,10 @@ class GymnasiumEnvironment(TextEnvironment):
       raise ValueError(f'{wrong}one word for each action of {space}, or parse')
 
   @property
+  def any_thread(self) -> bool:
+    return self.workers > 0
+
+  @property
   def image_form(self) -> ImageForm | None:
     return self._image_form
 

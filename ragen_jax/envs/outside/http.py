@@ -88,6 +88,7 @@ class HttpEnvironment(TextEnvironment):
   """
 
   name: ClassVar[str] = 'http'
+  any_thread: ClassVar[bool] = True
 
   url: str = ''
   task: str = ''

@@ -109,6 +109,10 @@ class PythonEnvironment(TextEnvironment):
       object.__setattr__(self, field, value)
 
   @property
+  def any_thread(self) -> bool:
+    return self.workers > 0
+
+  @property
   def image_form(self) -> ImageForm | None:
     return self._image_form
 

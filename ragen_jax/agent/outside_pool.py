@@ -1,0 +1,207 @@
+"""The rows of one environment outside JAX, whose failures become faults of the rows."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ragen_jax.agent import metrics as episode_metrics
+from ragen_jax.agent.image_observations import with_images
+from ragen_jax.agent.pool import FAULT_MESSAGE, Pool, PoolStep
+from ragen_jax.agent.segments import Observation
+from ragen_jax.envs.outside.base import TextStep, read_expert, read_observation, read_step
+from ragen_jax.envs.outside.images import ImageObservation, read_text
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models.vision.processor import ProcessorConfig
+from ragen_jax.utils import foreign
+from ragen_jax.utils.errors import one_line, short
+from ragen_jax.utils.threads import Fault
+
+_log = logging.getLogger(__name__)
+
+
+class OutsidePool(Pool):
+  """The rows of one environment outside JAX. Exceptions, time-outs and wrong answers become faults of the rows."""
+
+  outside = True
+
+  def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
+    super().__init__(spec, rows, group_size, processor)
+    self._warned: set[str] = set()
+    self._done, self._success = np.zeros((rows,), bool), np.zeros((rows,), bool)
+    self._call = foreign.named(f'envs.{spec.tag}')
+
+  @property
+  def done(self) -> np.ndarray:
+    return self._done
+
+  @property
+  def success(self) -> np.ndarray:
+    return self._success
+
+  @functools.cached_property
+  def _session(self):
+    return self.spec.env.open(self.rows)
+
+  def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
+    self.faults = {}
+    self._done, self._success = np.zeros((self.rows,), bool), np.zeros((self.rows,), bool)
+    self.used = np.zeros((self.rows,), np.int32)
+    form = self.spec.env.image_form
+    self._seen: list[str | ImageObservation] = [''] * self.rows
+    self._rendered: dict[int, tuple[str | ImageObservation, Observation]] = {}
+    self._seeds = seeds
+    rows = range(self.rows)
+    results = self._ask('reset', lambda: self._session.reset(rows, seeds.tolist(), members.tolist()), self.rows)
+    for row, result in zip(rows, (read_observation(raw, form) for raw in results), strict=True):
+      if isinstance(result, Fault):
+        self._fail(row, result)
+      else:
+        self._seen[row] = result
+    for row in rows:
+      first = row - row % self.group_size
+      if self._seen[row] != self._seen[first] and not {row, first} & set(self.faults):
+        message = 'envs.%s, level %d: first observations differ within a group; equal seeds must give equal ones'
+        self._warn('members', message, self.spec.tag, seeds[row])
+
+  def step(self, actions: list[list[Any]]) -> PoolStep:
+    rewards: list[list[float]] = [[] for _ in range(self.rows)]
+    metrics: list[dict[str, float]] = [{} for _ in range(self.rows)]
+    effective = np.zeros((self.rows,), np.int32)
+    form = self.spec.env.image_form
+    # The rows play their first actions, then their second, and so on.
+    for i in range(self.spec.budget.max_actions_per_turn):
+      rows = [
+        row
+        for row, own in enumerate(actions)
+        if i < len(own) and not self._done[row] and self.used[row] < self.spec.budget.max_actions
+      ]
+      if not rows:
+        break
+      chosen = [actions[row][i] for row in rows]
+      results = self._ask('step', functools.partial(self._session.step, rows, chosen), len(rows))
+      for row, result in zip(rows, (_own_names(read_step(raw, form)) for raw in results), strict=True):
+        if isinstance(result, Fault):
+          self._fail(row, result)
+          continue
+        changed = result.observation != self._seen[row]
+        rewards[row].append(result.reward)
+        effective[row] += changed if result.effective is None else result.effective
+        for name, value in result.metrics.items():
+          metrics[row][name] = metrics[row].get(name, 0.0) + value
+        self._seen[row] = result.observation
+        self._done[row], self._success[row] = result.done, result.success
+        self.used[row] += 1
+    executed = np.asarray([len(own) for own in rewards], np.int32)
+    return PoolStep([tuple(own) for own in rewards], executed, effective, metrics)
+
+  def _ask(self, what: str, call: Callable[[], list[Any]], count: int) -> list[Any]:
+    """The session's answers; faults if it gives none."""
+    try:
+      with foreign.calling(f'envs.{self.spec.tag}'):
+        results = self._call(call)
+    except KeyboardInterrupt:
+      raise
+    except BaseException as e:  # noqa: BLE001, whatever foreign code raises becomes a fault that is reported
+      return [Fault(f'{what} raised {type(e).__name__}', one_line(e, str))] * count
+    if not isinstance(results, list) or len(results) != count:
+      return [Fault(f'{what} did not answer for every row')] * count
+    return results
+
+  def _fail(self, row: int, fault: Fault) -> None:
+    self.faults[row] = fault
+    self._done[row], self._success[row] = True, False
+    self._warn(fault.kind, FAULT_MESSAGE, self.spec.tag, self._seeds[row], fault, self.spec.tag)
+
+  def _warn(self, kind: str, message: str, *arguments: Any) -> None:
+    if kind not in self._warned:
+      self._warned.add(kind)
+      _log.warning(message, *arguments)
+
+  def render(self) -> list[Observation]:
+    for row, seen in enumerate(self._seen):
+      if row not in self._rendered or self._rendered[row][0] is not seen:
+        self._rendered[row] = seen, self._segments(seen)
+    return [self._rendered[row][1] for row in range(self.rows)]
+
+  def _segments(self, seen: str | ImageObservation) -> Observation:
+    if not isinstance(seen, ImageObservation):
+      return seen
+    return seen.text if self.processor is None else with_images(seen.text, seen.images, self.processor)
+
+  def levels(self) -> list[bytes | None]:
+    return self._levels_of(self._seeds)
+
+  def find_levels(self, seeds: np.ndarray, members: np.ndarray) -> list[bytes | None]:
+    del members
+    return self._levels_of(seeds)
+
+  def _levels_of(self, seeds: np.ndarray) -> list[bytes | None]:
+    firsts = seeds[:: self.group_size].tolist()
+    found = self._ask('level_id', lambda: [_as_level(self.spec.env.level_id(seed)) for seed in firsts], len(firsts))
+    for fault in (x for x in found if isinstance(x, Fault)):
+      self._warn(fault.kind, 'envs.%s: %s; held-out items are not recognised', self.spec.tag, fault)
+    return [None if isinstance(x, Fault) else x for x in found]
+
+  def picture(self, row: int) -> np.ndarray | None:
+    """The first image of the observation; None for text alone."""
+    seen = self._seen[row]
+    return seen.images[0] if isinstance(seen, ImageObservation) else None
+
+  def legal_actions(self) -> list[list[str]]:
+    return [list(self.spec.env.action_words)] * self.rows
+
+  def expert(self, rows: list[int]) -> list[list[str]]:
+    answers = self._ask('expert', lambda: self._session.expert(rows), len(rows))
+    plans = []
+    for row, raw in zip(rows, answers, strict=True):
+      plan = self._read_plan(raw)
+      if isinstance(plan, Fault):
+        self._warn(plan.kind, 'envs.%s, level %d: %s; there is no advice', self.spec.tag, self._seeds[row], plan)
+        plan = []
+      plans.append(plan[: min(self.spec.actions_a_turn, self.spec.budget.max_actions - int(self.used[row]))])
+    return plans
+
+  def _read_plan(self, raw: Any) -> list[str] | Fault:
+    """The names of an expert's actions."""
+    texts = read_expert(raw)
+    if isinstance(texts, Fault):
+      return texts
+    read = [self.spec.env.read_action(text) for text in texts]
+    if None in read:
+      return Fault('expert names what is no action', short(texts[read.index(None)]))
+    return [name for _, name in read]
+
+  def rationale(self, rows: list[int]) -> list[str]:
+    """The expert's thoughts in some rows; empty where there is none."""
+    texts = []
+    for raw in self._ask('rationale', lambda: self._session.rationale(rows), len(rows)):
+      text = raw if isinstance(raw, Fault) else read_text(raw, 'rationale')
+      if isinstance(text, Fault):
+        self._warn(text.kind, 'envs.%s: %s; the thought is left out', self.spec.tag, text)
+      texts.append('' if isinstance(text, Fault) else text)
+    return texts
+
+  def end(self) -> None:
+    fault = self._ask('end', lambda: [self._session.end()], 1)[0]
+    if isinstance(fault, Fault):
+      self._warn(fault.kind, 'envs.%s: %s; its episodes may not be released', self.spec.tag, fault)
+
+
+def _own_names(step: TextStep | Fault) -> TextStep | Fault:
+  """The step; a fault if one of its metrics has a name of `agent.metrics`."""
+  taken = [] if isinstance(step, Fault) else [name for name in step.metrics if name in episode_metrics.NAMES]
+  return Fault('step reports a metric with a name of ragen_jax', taken[0]) if taken else step
+
+
+def _as_level(item: Any) -> bytes | None:
+  """The id of an item as a level, which differs from all levels in JAX."""
+  if item is None:
+    return None
+  if not isinstance(item, str):
+    raise TypeError(f'{short(item)} is not text')
+  return b'item|' + str.encode(item, 'utf-8', 'replace')
