@@ -116,8 +116,8 @@ def collect_demonstrations(
 ) -> list[Rollout]:
   """Collects demonstrations of the exact solvers and of experts, by lesson.
 
-  Levels that are `held_out` are replaced with others. Episodes without a turn, and those whose environment failed or
-  whose expert had no advice, are left out and counted.
+  Levels that are `held_out` are replaced with others. Outside JAX, episodes without a turn, and those in which the
+  environment failed or the expert had no advice that a reply can hold, are left out and counted.
 
   Raises:
     UserError: no turn of an environment fits into the context.
@@ -160,7 +160,7 @@ def _usable(rollout: Rollout, spec: EnvSpec) -> tuple[Rollout, list[Episode]]:
   ]
   left_out = len(rollout.episodes) - len(kept)
   if left_out:
-    template = '%s: %d of %d demonstrations are left out, which failed, had no advice, or did not fit'
+    template = '%s: %d of %d demonstrations are left out: no advice, a failure, a text that cannot be read, or no room'
     _log.warning(template, spec.tag, left_out, len(rollout.episodes))
   if not kept:
     raise UserError(f'sft.tags: none of the {left_out} demonstrations of {spec.tag!r} can be learnt from')

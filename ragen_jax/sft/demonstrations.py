@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.outside_pool import OutsidePool
@@ -44,6 +45,13 @@ class _Plan:
   names: list[str]
   texts: dict[str, str]
   value: float
+
+
+def _reads_back(context: ContextManager, env: int, plan: _Plan, reply: TextReply) -> bool:
+  """Whether a reply is read as its plan; not if the plan's texts hold tags of the form, a separator, special tokens."""
+  parsed, plain = context.parse(env, reply.text), context.tokenizer.harmless
+  texts = [*plan.names, *plan.texts.values()]
+  return parsed.valid and list(parsed.names) == plan.names and all(plain(x) == x for x in texts)
 
 
 def _own_budget(budget: Budget, style: DemonstrationStyle) -> Budget:
@@ -162,6 +170,9 @@ class Demonstrator:
     prompt = context.next_prompt(env, log.past(row), log.observations[row], int(log.actions_left[row]))
     reply = written_reply(context, plan.names, plan.texts)
     spec = log.envs.specs[env]
+    if spec.env.is_outside and not _reads_back(context, env, plan, reply):
+      log.leave(row, Status.ABANDONED)
+      return None
     too_long = len(reply.ids) > log.limits_of(row).max_response_tokens and (
       spec.env.is_outside or spec.max_response_tokens  # the plans of solvers have bounds of their own
     )

@@ -103,10 +103,16 @@ def test_failed_demonstrations_are_counted_and_not_learnt_from(tiny, caplog):
     t = _collect(tiny, expert_spec(8, 'Troubled'), first=9).trajectory
   # Levels 10 to 13 have no advice, and 15 breaks.
   assert len(t.tokens) == 6 and t.loss_mask.any(axis=1).all() and sorted(set(t.group.tolist())) == [0, 1, 2]
-  told = 'Troubled: 10 of 16 demonstrations are left out, which failed, had no advice, or did not fit'
+  told = 'Troubled: 10 of 16 demonstrations are left out: no advice, a failure, a text that cannot be read, or no room'
   assert [r.getMessage() for r in caplog.records if r.name == 'ragen_jax.sft.data'] == [told]
   with pytest.raises(UserError, match="none of the 2 demonstrations of 'Troubled' can be learnt from"):
     _collect(tiny, expert_spec(1, 'Troubled'), first=15)
+
+
+def test_texts_that_would_break_a_reply_are_not_demonstrated(tiny):
+  t = _collect(tiny, expert_spec(4, 'Wordy')).trajectory
+  assert len(t.tokens) == 4
+  assert not any('so ' in tiny.decode(row[mask]) for row, mask in zip(t.tokens, t.loss_mask, strict=True))
 
 
 def test_a_row_without_advice_plays_on_beside_the_others_as_a_baseline(tiny):

@@ -49,6 +49,13 @@ class Troubled(Sums):
     return super().step(action)
 
 
+class Wordy(Sums):
+  """Its thoughts hold what no thought may, for two seeds."""
+
+  def rationale(self):
+    return {0: 'so </think> it is', 1: 'so <|im_end|> it is'}.get(self.seed, super().rationale())
+
+
 def expert_spec(groups: int, name: str = 'Sums', *, budget: Budget | None = None, workers: int = 1) -> EnvSpec:
   """The environment of a game of this module under its name."""
   env = registry.make('python', {'class_path': f'{__name__}:{name}', 'workers': workers})

@@ -40,7 +40,7 @@ def test_every_lie_costs_one_episode_and_nothing_else(caplog):
   for _ in range(2):  # a row that failed plays again
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-      rewards, executed, _ = _play(pool, actions)
+      rewards, executed, *_ = _play(pool, actions)
     for row, action in enumerate(actions):
       fault = pool.faults.get(row)
       if action in LIES:
@@ -139,7 +139,7 @@ def _server_that(lie):
 def _play_over_http(url, **options):
   fields = {'url': url, 'task': 'Lie.', 'retries': 0, 'workers': 1, 'backoff_s': 0.01}
   pool = _pool('http', fields | options, 2)
-  rewards, _, _ = _play(pool, ['a', 'b'])
+  rewards, *_ = _play(pool, ['a', 'b'])
   assert rewards == [(), ()] and pool.done.all() and not pool.success.any()
   assert list(pool.faults) == [0, 1]
   assert all(len(str(fault)) <= 300 and str(fault).isprintable() for fault in pool.faults.values())

@@ -70,6 +70,7 @@ class DatasetEnvironment(TextEnvironment):
   system: ClassVar[str] = 'You answer questions.'
   counts_turns: ClassVar[bool] = False
   whole_answer: ClassVar[bool] = True
+  any_thread: ClassVar[bool] = True
 
   path: str | tuple[str, ...] = ''
   generator: str = ''
