@@ -70,6 +70,9 @@ def test_images_stay_whole_and_only_text_counts():
   assert sum(map(_count, texts)) <= 80 and f'... {160 - 20 - kept} more' in texts[1]
   assert shown[1] == images[0] and shown[3:] == (images[1], images[2])
   assert cut(parts, 160, TINY) is parts
+  # A text that would leave no room for the mark is cut itself.
+  tight = cut((TextSegment('a' * 75), images[0], TextSegment('b' * 100)), 80, TINY)
+  assert sum(_count(part.text) for part in tight if isinstance(part, TextSegment)) <= 80 and tight[1:] == (images[0],)
 
 
 class Page:
