@@ -172,7 +172,9 @@ def test_the_largest_and_smallest_numbers_are_allowed():
 
 
 def test_no_number_of_the_config_may_be_infinite_or_nan():
-  names = [name for name, value in leaves(small_config()) if isinstance(value, float)]
+  # Sections of an environment's options are read by the environment.
+  found = [name for name, value in leaves(small_config()) if isinstance(value, float)]
+  names = [name for name in found if not (name.startswith('envs.') and name.count('.') > 2)]
   assert len(names) > 60 and any(name.startswith('envs.') for name in names)
   for name in names:
     for x in (math.inf, -math.inf, math.nan):

@@ -47,7 +47,7 @@ def test_without_the_compiler_it_says_what_to_install_and_plans_the_memory(monke
   asked, out = [], io.StringIO()
   monkeypatch.setattr(topologies, 'missing', lambda platform: 'is not installed')
   monkeypatch.setattr(plan.memory, 'use_cpu_devices', asked.append)
-  monkeypatch.setattr(plan, 'check_config', lambda config, weights: None)
+  monkeypatch.setattr(plan, 'check_config', lambda config, weights, played: None)
   monkeypatch.setattr(plan, '_write', lambda config, found, out: out.write(f'{config.plan.memory_gb:g} GiB\n'))
   found = plan.memory.MemoryPlan({'update': {'weights': 1}}, 60, 1, {'rollout': 1}, 1)
   monkeypatch.setattr(plan.memory, 'estimate', lambda config, compiled: found)

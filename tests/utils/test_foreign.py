@@ -20,7 +20,7 @@ from ragen_jax.utils import foreign
 def play(how, workers):
   numbers = {'max_turns': 3, 'max_actions': 6, 'max_actions_per_turn': 1, 'max_words': 50}
   game = {'type': 'python', 'class_path': 'tests.support.deadly:Deadly', 'options': {'how': how}, 'workers': workers}
-  config = ConfigDict({'envs': {'Lethal': game | numbers}})
+  config = ConfigDict({'envs': {'Lethal': game | numbers}, 'agent': {'max_response_tokens': 32}})
   (spec,) = build.env_specs(config, ('Lethal',), (2,))
   pool = make_pool(spec, 2, 1)
   pool.reset(np.arange(2), np.zeros(2, int))

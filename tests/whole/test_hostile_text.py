@@ -362,7 +362,7 @@ def files(world, text):
     except UserError as e:
       assert '\n' not in str(e)
       continue
-    assert found[0].messages[-1].trained
+    assert found[0].trained[-1]
     for name in _some(rng_of(text), world.tokenizers):
       tok = world.tokenizers[name]
       try:

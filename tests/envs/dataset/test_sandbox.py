@@ -348,10 +348,14 @@ def test_a_line_that_does_not_come_is_none(sandbox):
 
 
 def test_an_interrupt_of_the_terminal_does_not_reach_a_program(sandbox):
+  def groups_of_children():
+    stats = [text.partition(b' (')[0:1] + tuple(text.rpartition(b') ')[2].split()) for text in of_processes('stat')]
+    return {int(pid): int(group) for pid, _, parent, group, *_ in stats if int(parent) == os.getpid()}
+
+  others = groups_of_children()
   with start(sandbox, 'import time\nprint(1, flush=True)\ntime.sleep(60)') as running:
     assert running.read_line(20) == b'1'
-    stats = [text.rpartition(b') ')[2].split() for text in of_processes('stat')]
-    groups = [int(group) for _, parent, group, *_ in stats if int(parent) == os.getpid()]
+    groups = [group for pid, group in groups_of_children().items() if pid not in others]
     assert groups and os.getpgid(0) not in groups
 
 
