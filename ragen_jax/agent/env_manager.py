@@ -28,6 +28,7 @@ _Result = TypeVar('_Result')
 LEVELS_PER_SEED = 10_000_000
 # Maximum number of redraws of a held-out level, and the distance between the seeds of the draws.
 _REDRAWS = 8
+_REDRAWS_OF_IDS = 64  # of environments outside JAX, whose items are found without a reset
 _STRIDE = 2_654_435_761
 
 
@@ -197,7 +198,7 @@ class EnvStateManager:
     """
     drawn = seeds
     known = self._is_held_out(pool, drawn, members)
-    for attempt in range(1, _REDRAWS + 1):
+    for attempt in range(1, (_REDRAWS_OF_IDS if pool.outside else _REDRAWS) + 1):
       if known.any():
         drawn = np.where(known, (seeds + attempt * _STRIDE) % 2**32, drawn)
         known = self._is_held_out(pool, drawn, members)
@@ -208,9 +209,10 @@ class EnvStateManager:
     if pool.spec.tag not in self._warned_few_levels:
       self._warned_few_levels.add(pool.spec.tag)
       share = known.mean()
-      _log.info(
-        '%s has few distinct levels: %.0f %% of the training levels are held-out levels', pool.spec.tag, 100 * share
-      )
+      severity = logging.WARNING if share == 1 or pool.outside else logging.INFO
+      why = 'nothing is held out' if share == 1 else 'there are few levels'
+      told = '%s: %.0f %% of the training levels are levels of the evaluation too; %s'
+      _log.log(severity, told, pool.spec.tag, 100 * share, why)
     return drawn
 
   def _is_held_out(self, pool: Pool, seeds: np.ndarray, members: np.ndarray) -> np.ndarray:

@@ -221,7 +221,11 @@ def _check_batches(config: ConfigDict) -> None:
 
 def _check_sampling(config: ConfigDict) -> None:
   """Checks that the sampler records what the update needs, and that groups are large enough for the estimator."""
-  a = config.algorithm
+  a, agent = config.algorithm, config.agent
+  rules.check(
+    config, 'agent.max_response_tokens', agent.max_response_tokens < agent.max_context,
+    f'must be below agent.max_context={agent.max_context}, which holds the prompt and the reply',
+  )  # fmt: skip
   filtered = config.train.top_p < 1 or config.train.top_k > 0
   rules.check(
     config, 'algorithm.old_logprobs', a.old_logprobs == 'trainer' or not filtered,

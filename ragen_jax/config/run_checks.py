@@ -64,20 +64,25 @@ _OF_BOTH_PARTS = ('generator_options', 'fields', 'verifier_options')
 
 def check_parts(config: ConfigDict) -> None:
   """Checks that the train part and the test part of a data set are parts of the same questions."""
+  for train, test in parts_of_one_source(config):
+    one, other = config.envs[train], config.envs[test]
+    for option in _OF_BOTH_PARTS:
+      if one[option] != other[option]:
+        raise UserError(
+          f'envs.{test}.{option}={other[option].to_dict()}: must equal envs.{train}.{option}='
+          f'{one[option].to_dict()}, since it holds out a part of these questions; set both'
+        )
+
+
+def parts_of_one_source(config: ConfigDict) -> list[tuple[str, str]]:
+  """Pairs of a training tag and an evaluation tag that play the train part and the test part of one source."""
   parts = {
     split: [tag for tag in tags if config.envs[tag].get('split') == split]
     for split, tags in (('train', config.train.tags), ('test', config.eval.tags))
   }
-  for test in parts['test']:
-    for train in parts['train']:
-      one, other = config.envs[train], config.envs[test]
-      same = all(one[name] == other[name] for name in ('type', 'path', 'generator', 'hub'))
-      for option in _OF_BOTH_PARTS if same else ():
-        if one[option] != other[option]:
-          raise UserError(
-            f'envs.{test}.{option}={other[option].to_dict()}: must equal envs.{train}.{option}='
-            f'{one[option].to_dict()}, since it holds out a part of these questions; set both'
-          )
+  pairs = [(train, test) for test in parts['test'] for train in parts['train']]
+  names = ('type', 'path', 'generator', 'hub')
+  return [(a, b) for a, b in pairs if all(config.envs[a][name] == config.envs[b][name] for name in names)]
 
 
 def _level_files(config: ConfigDict, tags: Sequence[str]) -> dict[str, str]:

@@ -125,6 +125,11 @@ def _play_all(
     models, own = _play_model(config, *model, step, levels)
     records = own + records
   rows = models + others
+  if not rows:
+    raise UserError(
+      f'eval.baselines={tuple(e.baselines)}: none can play {", ".join(e.tags)}, and nothing else is evaluated with '
+      f'eval.step={e.step!r}; set eval.step or eval.endpoint'
+    )
   return [row for tag in e.tags for row in rows if row.tag == tag], records
 
 

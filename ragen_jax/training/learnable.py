@@ -17,6 +17,10 @@ _TRY_REPLIES = (
   "try another wording (agent.request), agent.format='no_think', more agent.max_response_tokens, a lower "
   'temperature, or a warm start (docs/real_models.md)'
 )
+_TRY_CONTEXT = (
+  'try more agent.max_context, fewer agent.max_response_tokens, or shorter observations, as by '
+  'envs.TAG.max_observation_tokens'
+)
 _TRY_SCORES = (
   'try easier or harder levels, more episodes of a group (train.group_size), a higher train.temperature, or a warm '
   'start (docs/real_models.md)'
@@ -33,6 +37,20 @@ def invalid_replies(episodes: Sequence[Episode]) -> list[str]:
       warnings.append(
         f'{tag}: {len(invalid)} of {len(first)} first replies are not valid, such as {short(invalid[0].reply)}; '
         f'{_TRY_REPLIES}'
+      )
+  return warnings
+
+
+def unplayed_episodes(episodes: Sequence[Episode]) -> list[str]:
+  """A warning for each environment with episodes that ended before their first turn, because the prompt is too long."""
+  warnings = []
+  for tag in dict.fromkeys(e.tag for e in episodes):
+    own = [e for e in episodes if e.tag == tag]
+    unplayed = sum(e.status == Status.OUT_OF_CONTEXT and not e.turns for e in own)
+    if unplayed:
+      warnings.append(
+        f'{tag}: {unplayed} of {len(own)} episodes ended without a turn, because their first prompt and a reply do not '
+        f'fit; {_TRY_CONTEXT}'
       )
   return warnings
 

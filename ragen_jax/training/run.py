@@ -23,7 +23,7 @@ from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.timing import Timer, memory
 from ragen_jax.runs.trackers import TrackerSettings, open_tracker
 from ragen_jax.training.batches import TrainBatch
-from ragen_jax.training.learnable import invalid_replies
+from ragen_jax.training.learnable import invalid_replies, unplayed_episodes
 from ragen_jax.training.monitor import Monitor, Verdict
 from ragen_jax.training.replay import ReplayBuffer
 from ragen_jax.training.restore import restore
@@ -256,7 +256,7 @@ class Run:
     """
     self._log.evaluation(0, evaluation)
     self._log.metrics.scalars(0, self.timer.pop())
-    for line in invalid_replies(evaluation.episodes):
+    for line in (*unplayed_episodes(evaluation.episodes), *invalid_replies(evaluation.episodes)):
       _log.warning('before training, %s', line)
     if evaluation.not_finite:
       self._log.metrics.flush()

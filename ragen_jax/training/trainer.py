@@ -174,7 +174,11 @@ class Trainer:
   def _warn(self, episodes: list[Episode]) -> None:
     """Says when a rollout has little to learn from; once, until a later rollout is better."""
     scores = learnable.equal_scores(episodes, in_groups=self.settings.filter.needs_groups)
-    found = [*learnable.invalid_replies(episodes), *([scores] if scores else [])]
+    found = [
+      *learnable.unplayed_episodes(episodes),
+      *learnable.invalid_replies(episodes),
+      *([scores] if scores else []),
+    ]
     if found and not self._warned:
       for line in found:
         _log.warning(line)

@@ -100,8 +100,19 @@ def test_a_tag_whose_items_are_all_held_out_keeps_them_and_says_so(caplog):
     manager.reset(100)
     manager.reset(108)
   assert manager.level_seeds.tolist() == [108 + g for g in range(8) for _ in range(2)]
-  told = [r.getMessage() for r in caplog.records if 'few distinct' in r.getMessage()]
-  assert told == ['Quiz has few distinct levels: 100 % of the training levels are held-out levels']
+  told = [r.getMessage() for r in caplog.records if 'training levels' in r.getMessage()]
+  assert told == ['Quiz: 100 % of the training levels are levels of the evaluation too; nothing is held out']
+
+
+def test_few_items_that_are_not_held_out_are_enough(caplog):
+  """Four items of forty are left, and every group finds one of them."""
+  manager = EnvStateManager([_spec(64, items=40)], 2, held_out=_held_out(range(4, 40)))
+  with caplog.at_level(logging.INFO, 'ragen_jax'):
+    texts = manager.reset(100)
+  left = sum(int(text.split()[1]) < 4 for text in texts)
+  assert left >= 0.97 * len(texts)  # 0.9**65 of the groups find none
+  told = [r for r in caplog.records if 'of the training levels' in r.getMessage()]
+  assert [r.levelno for r in told] == [logging.WARNING] * bool(left < len(texts))
 
 
 def test_ids_that_cannot_be_read_are_told_of_once_and_nothing_is_lost(caplog):

@@ -61,6 +61,7 @@ def test_every_choice_of_what_is_computed_again_is_allowed(remat):
     ('model.attention', 'flash', r"model\.attention='flash': runs on TPUs"),
     ('model.attention', 'splash', r"model\.attention='splash': runs on TPUs"),
     ('agent.decode_shards', 2, r'agent\.decode_shards=2: must divide the 1 row shards.*allowed are 0, 1'),
+    ('agent.max_response_tokens', 10_000, r'^agent\.max_response_tokens=10000: must be below agent\.max_context=\d+,'),
     ('train.top_p', 0.9, r"algorithm\.old_logprobs='sampler'.*'trainer'"),
     ('model.param_dtype', 'float16', r"^model\.param_dtype='float16': allowed: float32, bfloat16$"),
     ('model.param_dtype', 'bfloat16', r"^model\.param_dtype='bfloat16': weights that are trained are kept in 'fl"),

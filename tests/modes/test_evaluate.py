@@ -265,6 +265,10 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
     ({'model.path': '{model}'}, r'another model: model\.path was "" and is'),
     ({'eval.endpoint': 'http://127.0.0.1:9/v1', 'eval.endpoint_model': 'm'}, r'eval\.endpoint=.*cannot be reached'),
     ({'eval.tags': ('Nowhere',)}, r"'Nowhere'.*FrozenLake"),
+    (
+      {'eval.step': 'none', 'eval.baselines': ('solver',), 'eval.tags': ('Game2048',)},
+      r"^eval\.baselines=\('solver',\): none can play Game2048, and nothing else is evaluated with eval\.step='none'",
+    ),
   ],
 )
 def test_what_cannot_be_evaluated_is_told_in_one_line(full_run, monkeypatch, fields, message):

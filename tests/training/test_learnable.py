@@ -11,7 +11,7 @@ from configs import frozenlake_ppo
 from ragen_jax import build
 from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.world_model.state_reward import NO_REWARD
-from ragen_jax.training.learnable import equal_scores, invalid_replies
+from ragen_jax.training.learnable import equal_scores, invalid_replies, unplayed_episodes
 
 
 def episode(valid=True, score=0.0, *, group=0, tag='Bandit', status=Status.FAILURE, answered=True, later=True):
@@ -102,3 +102,12 @@ def test_a_run_says_once_that_it_has_nothing_to_learn_from(caplog):
     'nothing to learn from'
   ]
   del state
+
+
+def test_episodes_that_end_before_their_first_turn_are_told():
+  unplayed = [dataclasses.replace(episode(), turns=[], status=Status.OUT_OF_CONTEXT) for _ in range(3)]
+  (line,) = unplayed_episodes([*unplayed, episode(), episode(tag='Other')])
+  assert line.startswith('Bandit: 3 of 4 episodes ended without a turn') and 'agent.max_context' in line
+  later = dataclasses.replace(episode(), status=Status.OUT_OF_CONTEXT)
+  failed = dataclasses.replace(episode(), turns=[], status=Status.ENV_ERROR)
+  assert unplayed_episodes([later, failed, episode()]) == []

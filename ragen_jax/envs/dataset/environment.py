@@ -158,8 +158,13 @@ class DatasetEnvironment(TextEnvironment):
     return self._verifier.answer_help
 
   def check_budget(self, budget: Budget) -> None:
-    """Raises ValueError if the budget ends an episode before its last attempt."""
+    """Raises ValueError if the budget ends an episode before its last attempt, or before what a tool found is used."""
     most = min(budget.max_actions, budget.max_turns)
+    if self._toolbox is not None and most < 2:
+      raise ValueError(
+        f'max_turns={budget.max_turns}, max_actions={budget.max_actions} with tools={self.tools}; allowed: at least 2 '
+        'each, a call and the answer'
+      )
     if self.attempts > most:
       raise ValueError(f'attempts={self.attempts}; allowed: at most {most}, the smaller of max_turns and max_actions')
 

@@ -9,6 +9,7 @@ import pytest
 from configs import default
 from ragen_jax import build
 from ragen_jax import envs as registry
+from ragen_jax.envs.base import Budget
 from ragen_jax.envs.outside.base import read_step
 from ragen_jax.utils.threads import Fault
 from tests.support.datasets import reference_answers
@@ -111,3 +112,11 @@ def test_the_tags_have_ragens_budgets(path):
     )
   config.envs.SearchQA.tool_options.search.retriever = 'bm25:corpus.jsonl'  # a flag sets it for the test part, too
   assert config.envs.SearchQATest.tool_options.search.retriever == 'bm25:corpus.jsonl'
+
+
+@pytest.mark.parametrize('budget', [Budget(1, 10, 1), Budget(10, 1, 1)])
+def test_tools_need_a_turn_more_than_the_answer(path, budget):
+  make(path).check_budget(Budget(1, 1, 1))
+  make(path, 'shout').check_budget(Budget(2, 2, 1))
+  with raises_one_line('max_turns=.*, max_actions=.*allowed: at least 2'):
+    make(path, 'shout').check_budget(budget)
