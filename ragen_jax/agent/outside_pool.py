@@ -142,7 +142,9 @@ class OutsidePool(Pool):
 
   def _levels_of(self, seeds: np.ndarray) -> list[bytes | None]:
     firsts = seeds[:: self.group_size].tolist()
-    found = self._ask('level_id', lambda: [_as_level(self.spec.env.level_id(seed)) for seed in firsts], len(firsts))
+    # One by one, because a seed that fails must not hide the others.
+    asked = [functools.partial(lambda seed: [_as_level(self.spec.env.level_id(seed))], seed) for seed in firsts]
+    found = [self._ask('level_id', call, 1)[0] for call in asked]
     for fault in (x for x in found if isinstance(x, Fault)):
       self._warn(fault.kind, 'envs.%s: %s; held-out items are not recognised', self.spec.tag, fault)
     return [None if isinstance(x, Fault) else x for x in found]

@@ -49,6 +49,15 @@ class Careless(Quiz):
     return seed
 
 
+class Failing(Quiz):
+  """Some seeds have no id."""
+
+  def level_id(self, seed):
+    if seed % 5 == 0:
+      raise KeyError(seed)
+    return super().level_id(seed)
+
+
 class Unknown(Quiz):
   """Has no ids."""
 
@@ -122,7 +131,10 @@ def test_ids_that_cannot_be_read_are_told_of_once_and_nothing_is_lost(caplog):
     manager.reset(4)
   assert manager.level_seeds.tolist() == [4, 4, 5, 5, 6, 6, 7, 7]
   told = [r.getMessage() for r in caplog.records]
-  assert told == ['envs.Quiz: level_id raised TypeError: 0 is not text; held-out items are not recognised']
+  assert told == [
+    'envs.Quiz: level_id raised TypeError: 0 is not text; held-out items are not recognised',
+    'envs.Quiz: level_id raised KeyError: 1; held-out items are not recognised',
+  ]
 
 
 def test_the_levels_that_a_config_holds_out_have_the_ids():
@@ -133,3 +145,12 @@ def test_the_levels_that_a_config_holds_out_have_the_ids():
       'max_words': 30,
     }  # fmt: skip
   assert build.held_out_levels(config) == _held_out(range(7, 13))
+
+
+def test_a_seed_whose_id_fails_hides_no_other(caplog):
+  manager = EnvStateManager([_spec(20, name='Failing')], 2, held_out=_held_out(range(10, 20)))
+  with caplog.at_level(logging.WARNING, 'ragen_jax'):
+    texts = manager.reset(100)
+  told = [int(text.split()[1]) for text, seed in zip(texts, manager.level_seeds, strict=True) if seed % 5]
+  assert told and not set(told) & set(range(10, 20))
+  assert sum('held-out items are not recognised' in r.getMessage() for r in caplog.records) == 1
