@@ -162,7 +162,7 @@ def _environment(
 
 def _plain_value(value: Any, source: ast.expr | None = None) -> str:
   """A value as Python writes it, or as the file writes it if that is shorter."""
-  text = repr(value)
+  text = repr(value.to_dict() if isinstance(value, ConfigDict) else value)
   return ast.unparse(source) if source is not None and len(text) > (10 if isinstance(value, float) else 60) else text
 
 

@@ -111,6 +111,10 @@ def test_the_design_page_has_the_layers_of_the_import_contract():
 def test_the_configuration_reference_is_fresh():
   fresh = make_configuration.render()
   assert _text(ROOT / 'docs' / 'configuration.md') == fresh, 'run: python tools/make_configuration.py'
+  # A row of a table is one line.
+  rows = [line for line in fresh.splitlines() if line.startswith('|')]
+  assert [row for row in rows if not row.endswith(' |')] == []
+  assert any(row.startswith('| `envs.Dataset.hub_options` | `{}` |') for row in rows)
   # Every field once, and the environments' by the tags that others are derived from.
   for field, _ in leaves(CONFIG):
     if not field.startswith('envs.'):
