@@ -239,8 +239,9 @@ def by_tag() -> ConfigDict:
       'bad_rows': 'refuse',
       # Order of the questions: 'shuffled' (the same on every machine) or 'fixed'.
       'order': 'shuffled',
-      # What decides answers: 'exact', 'number', 'choice', 'f1', 'math', 'reasoning_gym', or a function of yours,
-      # 'package.module:function' or 'file.py:function', from gold and answer to a score.
+      # What decides answers: 'exact', 'number', 'choice', 'f1', 'math', 'reasoning_gym', 'code' (programs, see
+      # docs/programs.md), or a function of yours, 'package.module:function' or 'file.py:function', from gold and answer
+      # to a score.
       'verifier': 'exact',
       # Options of the verifier, such as {'threshold': 0.3} of 'f1'; keyword arguments of a function.
       'verifier_options': {},
