@@ -7,12 +7,14 @@ import dataclasses
 import http.server
 import importlib
 import json
+import pathlib
 import re
 import sys
 import threading
 
 import pytest
 
+from ragen_jax.build_environments import env_specs
 from ragen_jax.envs.dataset.bm25 import read_corpus
 from ragen_jax.envs.dataset.search import SearchTool
 from ragen_jax.envs.dataset.tool_use import make_toolbox
@@ -33,7 +35,7 @@ def files(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(tmp_path)
   yield
-  for name in [name for name in sys.modules if name.partition('.')[0] in ('my_tools', 'my_server')]:
+  for name in [name for name in sys.modules if name.partition('.')[0] in ('my_tools', 'my_server', 'my_search')]:
     del sys.modules[name]
 
 
@@ -103,6 +105,20 @@ def test_the_page_s_passages_are_a_corpus(tmp_path):
   (block,) = re.findall(r'```\n(\{"title".*?)```', PAGE, re.DOTALL)
   (tmp_path / 'corpus.jsonl').write_text(block, encoding='utf-8')
   assert [p.split('\n')[0] for p in read_corpus(tmp_path / 'corpus.jsonl')] == ['Analytical Engine', 'Charles Babbage']
+
+
+def test_the_page_s_run_has_questions_and_passages_that_fit_its_config(files, monkeypatch):
+  (questions,) = re.findall(r'```\n(\{"question".*?)```', PAGE, re.DOTALL)
+  pathlib.Path('questions.jsonl').write_text(questions, encoding='utf-8')
+  monkeypatch.syspath_prepend(ROOT)
+  config = importlib.import_module('my_search').get_config()
+  config.envs.Dataset.split = 'all'  # two questions are too few to hold one out
+  assert config.envs.DatasetTest.path == 'questions.jsonl'
+  assert config.envs.DatasetTest.tool_options.search == config.envs.Dataset.tool_options.search
+  (spec,) = env_specs(config, config.train.tags, (1,))
+  assert spec.env.item(0).gold and len(spec.env.items) == 2
+  assert list(spec.env._toolbox.tools) == ['search']
+  assert spec.budget.max_turns == spec.budget.max_actions == config.envs.Dataset.tool_options.search.budget + 1
 
 
 # -- the script --------------------------------------------------------------------------------------------------------
