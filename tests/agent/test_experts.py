@@ -41,7 +41,7 @@ def test_advice_is_that_of_the_present_state_and_fits_the_budget(workers):
 def test_experts_that_fail_give_no_advice_and_are_told_of_once(caplog):
   pool = make_pool(expert_spec(6, 'Troubled'), 12, 2)
   pool.reset(np.repeat(np.arange(9, 15), 2), np.zeros(12, int))
-  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.pools'):
+  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.outside_pool'):
     for _ in range(2):
       plans = pool.expert(list(range(12)))
       assert pool.rationale([10, 11]) == ['', '']

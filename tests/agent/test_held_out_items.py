@@ -126,7 +126,7 @@ def test_few_items_that_are_not_held_out_are_enough(caplog):
 
 def test_ids_that_cannot_be_read_are_told_of_once_and_nothing_is_lost(caplog):
   manager = EnvStateManager([_spec(4, name='Careless')], 2, held_out=_held_out(range(10)))
-  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.pools'):
+  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.outside_pool'):
     assert len(manager.reset(0)) == 8 and not manager.faults
     manager.reset(4)
   assert manager.level_seeds.tolist() == [4, 4, 5, 5, 6, 6, 7, 7]

@@ -179,7 +179,7 @@ def test_training_goes_on_when_the_server_dies_in_the_middle(server, tmp_path, m
   # The other environment's episodes are learnt from, in every iteration.
   assert all(line['actor/grad_norm'] > 0 and np.isfinite(line['actor/pg_loss']) for line in lines[1:])
   assert not any('env_errors' in name for line in lines for name in line if 'FrozenLake' in name)
-  warnings = [r.message for r in caplog.records if r.name == 'ragen_jax.agent.pools']
+  warnings = [r.message for r in caplog.records if r.name == 'ragen_jax.agent.outside_pool']
   assert warnings and len(set(warnings)) == len(warnings) <= 4
   assert all(m.startswith('envs.Elevator, level ') and 'got no answer' in m and '\n' not in m for m in warnings)
 
