@@ -210,6 +210,7 @@ class Sandbox:
       'core': 0,
       'msgqueue': 0,
       'memlock': 0,
+      'sigpending': 64,
     }
     return ['/run/prlimit', *(f'--{name}={value}' for name, value in values.items()), '--']
 

@@ -1,7 +1,7 @@
 """The filter of system calls in the sandbox, for the kernel (seccomp).
 
 It refuses calls that no graded program needs: those that give memory which no other limit counts, those that look into
-other processes, and rarely used parts of the kernel, where most of its faults are found.
+other processes, rarely used parts of the kernel, where most of its faults are found, and sockets that are not local.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ import struct
 
 # Name -> number on x86-64, and on 64-bit Arm (Linux: arch/x86/entry/syscalls, include/uapi/asm-generic/unistd.h).
 _REFUSED = {
-  # Memory outside of the address space.
+  # Memory outside of the address space, much of it the kernel's own.
   'shmget': (29, 194),
+  'semget': (64, 190),
+  'msgget': (68, 186),
+  'mq_open': (240, 180),
+  'io_setup': (206, 0),
+  'landlock_create_ruleset': (444, 444),
   'memfd_create': (319, 279),
   'memfd_secret': (447, 447),
   # Other processes.
@@ -38,7 +43,10 @@ _REFUSED = {
   'userfaultfd': (323, 282),
   'io_uring_setup': (425, 425),
 }
-# Machine -> column in `_REFUSED`, and the kernel's name of the architecture.
+# They make sockets; the first argument is the family.
+_SOCKETS = {'socket': (41, 198), 'socketpair': (53, 199)}
+_LOCAL = 1  # AF_UNIX, which pipes of asyncio need. Others, such as AF_VSOCK, may reach beyond the network namespace.
+# Machine -> column in the tables, and the kernel's name of the architecture.
 _MACHINES = {'x86_64': (0, 0xC000003E), 'aarch64': (1, 0xC00000B7)}
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # refused: EPERM
@@ -51,14 +59,20 @@ def call_filter() -> bytes:
     return b''
   column, architecture = _MACHINES[platform.machine()]
   numbers = [row[column] for row in _REFUSED.values()]
+  socket, pair = (row[column] for row in _SOCKETS.values())
   # An operation, how many to skip if it holds and if not, and its number.
   operations = [
     (_LOAD, 0, 0, 4),
     (_IF_EQUAL, 1, 0, architecture),
     (_RETURN, 0, 0, _KILL),
     (_LOAD, 0, 0, 0),
-    (_IF_AT_LEAST, len(numbers) + 1, 0, _X32),
-    *((_IF_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),
+    (_IF_AT_LEAST, len(numbers) + 6, 0, _X32),
+    *((_IF_EQUAL, len(numbers) + 5 - i, 0, number) for i, number in enumerate(numbers)),
+    (_IF_EQUAL, 2, 0, socket),
+    (_IF_EQUAL, 1, 0, pair),
+    (_RETURN, 0, 0, _ALLOW),
+    (_LOAD, 0, 0, 16),  # the lower half of the first argument, of which the kernel reads no more
+    (_IF_EQUAL, 0, 1, _LOCAL),
     (_RETURN, 0, 0, _ALLOW),
     (_RETURN, 0, 0, _REFUSE),
   ]

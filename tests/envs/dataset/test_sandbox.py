@@ -107,7 +107,10 @@ except OSError as e:
   assert full in ('28 1', '28 2')  # ENOSPC
 
 
-def test_there_is_no_network(sandbox):
+@pytest.mark.parametrize('filtered', [True, False])
+def test_there_is_no_network(sandbox, monkeypatch, filtered):
+  if not filtered:
+    monkeypatch.setattr('ragen_jax.envs.dataset.sandbox.call_filter', lambda: b'')
   with socket.create_server(('127.0.0.1', 0)) as server:
     program = f"""
 import socket
@@ -120,7 +123,7 @@ for family, kind, address in (
     print('connected')
   except OSError as e:
     print('refused')
-print([name for _, name in socket.if_nameindex()])
+print([line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]])
 """
     assert printed(run(sandbox, program)).split('\n') == ['refused', 'refused', "['lo']"]
 
@@ -230,13 +233,39 @@ def test_memory_that_no_limit_counts_is_refused(sandbox):
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 print(libc.shmget(0, 1 << 20, 0o1600), ctypes.get_errno())
+print(*(libc.semget(0, 100, 0o1600) for _ in range(3)), ctypes.get_errno())
+print(libc.msgget(0, 0o1600), ctypes.get_errno())
 print(libc.ptrace(0, 0, None, None), ctypes.get_errno())
 try:
   print(os.memfd_create('x'))
 except OSError as e:
   print(e.errno)
 """
-  assert printed(run(sandbox, program)).split('\n') == ['-1 1', '-1 1', '1']  # EPERM
+  assert printed(run(sandbox, program)).split('\n') == ['-1 1', '-1 -1 -1 1', '-1 1', '-1 1', '1']  # EPERM
+
+
+@pytest.mark.skipif(not call_filter(), reason='needs a machine whose system calls are known')
+def test_sockets_are_local(sandbox):
+  program = """
+import asyncio, socket
+for family in (2, 10, 16, 17, 38, 40):  # INET, INET6, NETLINK, PACKET, ALG, VSOCK
+  for kind in (1, 2, 3, 5):
+    try:
+      socket.socket(family, kind)
+      print('made', family, kind)
+    except PermissionError:
+      pass
+a, b = socket.socketpair()
+a.send(b'x')
+print(b.recv(1).decode(), asyncio.run(asyncio.sleep(0, 'y')))
+"""
+  assert printed(run(sandbox, program)) == 'x y'
+
+
+def test_signals_that_wait_are_limited(sandbox):
+  """Each timer and each waiting signal takes memory of the kernel."""
+  program = 'import resource\nprint(resource.getrlimit(resource.RLIMIT_SIGPENDING))'
+  assert printed(run(sandbox, program)) == '(64, 64)'
 
 
 def test_nothing_of_the_host_is_inherited(sandbox):
