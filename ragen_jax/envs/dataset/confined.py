@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import math
 import os
+import pathlib
 import selectors
 import subprocess
 import time
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from ragen_jax.utils.errors import one_line
 
 _CHUNK = 1 << 16
+_TICK_S = 0.02  # processor time is known no better
 _GRACE_S = 5.0  # for the end of a program that was killed
 
 
@@ -29,7 +32,7 @@ class Limits:
   Attributes:
     memory_mib: address space of each process.
     cpu_s: processor time of each process.
-    wall_s: time from the start of the program.
+    wall_s: time from the start of the program; at 0 and below it is killed at once.
     processes: processes and threads of the program at a time, itself included.
     file_mib: size of a file.
     disk_mib: size of all files.
@@ -103,15 +106,32 @@ class Confined:
     if self._unsent and self._process.stdin.fileno() not in self._selector.get_map():
       self._selector.register(self._process.stdin, selectors.EVENT_WRITE, self._write)
 
-  def read_line(self, seconds: float) -> bytes | None:
-    """The next line of stdout; None if the program ends before, or is killed because it needs longer or a limit."""
-    self._pump(lambda: b'\n' in self._out, time.monotonic() + seconds)
+  def read_line(self, seconds: float, cpu_end: float = math.inf) -> bytes | None:
+    """The next line of stdout; None if the program ends before, or is killed because it needs longer or a limit.
+
+    Args:
+      cpu_end: what `cpu_seconds` may become. Processes that run side by side can exceed it by their number.
+    """
+    self._pump(lambda: b'\n' in self._out, time.monotonic() + seconds, cpu_end)
     end = self._out.find(b'\n')
     if end < 0:
       return None
     line = bytes(self._out[:end])
     del self._out[: end + 1]
     return line
+
+  def cpu_seconds(self) -> float:
+    """Processor time of all processes of the program since its start; 0 where the machine hides them."""
+    ticks, waiting = 0, [self._process.pid]
+    while waiting:
+      folder = f'/proc/{waiting.pop()}'
+      with contextlib.suppress(OSError):  # it has ended, and its time is that of its parent
+        # The name of a process, in brackets, may hold anything; numbers 11 to 14 after it are its own time and that of
+        # children that ended (proc_pid_stat(5)).
+        ticks += sum(map(int, pathlib.Path(folder, 'stat').read_bytes().rpartition(b')')[2].split()[11:15]))
+        for task in os.listdir(f'{folder}/task'):
+          waiting += map(int, pathlib.Path(folder, 'task', task, 'children').read_bytes().split())
+    return ticks / os.sysconf('SC_CLK_TCK')
 
   def finish(self) -> Outcome:
     """Waits for the end of the program.
@@ -128,15 +148,17 @@ class Confined:
     verdict = self._verdict or _verdict(status, self._err)
     return Outcome(verdict, bytes(self._out), bytes(self._err), status, time.monotonic() - self._start)
 
-  def _pump(self, done: Callable[[], bool], deadline: float) -> None:
-    """Reads and writes until `done()` or the end of the program; kills it at the deadline."""
+  def _pump(self, done: Callable[[], bool], deadline: float, cpu_end: float = math.inf) -> None:
+    """Reads and writes until `done()` or the end of the program; kills it at the deadline, or after processor time."""
     deadline = min(deadline, self._start + self._limits.wall_s)
     while not self._has_ended() and not done():
       left = deadline - time.monotonic()
-      if left <= 0:
+      # A process needs at least as long for it.
+      cpu_left = cpu_end - self.cpu_seconds() if cpu_end < math.inf else math.inf
+      if left <= 0 or cpu_left <= 0:
         self._kill('timeout')
         return
-      for key, _ in self._selector.select(left):
+      for key, _ in self._selector.select(min(left, max(cpu_left, _TICK_S))):
         key.data()
       if self._read > self._limits.output_bytes:
         self._kill('output')

@@ -117,6 +117,11 @@ class ProgramVerifier(Verifier):
     check_seconds(where, 'wall_s', options['wall_s'])
     if not is_number(options['tolerance']) or not 0 <= options['tolerance'] < 1:
       raise ValueError(f'{where}: tolerance={one_line(options["tolerance"])}; allowed: numbers from 0 to below 1')
+    if settings.timeout_s < options['wall_s']:
+      raise ValueError(
+        f'dataset: timeout_s={settings.timeout_s:g}, the time of all tests of a program; allowed: at least '
+        f'verifier_options.wall_s={options["wall_s"]:g}, that of one test'
+      )
     check_text(where, 'python', options['python'])
     if isinstance(options['packages'], str) or not all(isinstance(p, str) for p in options['packages']):
       raise ValueError(f'{where}: packages={one_line(options["packages"])}; allowed: a tuple of folders')
@@ -161,8 +166,6 @@ class ProgramVerifier(Verifier):
         tally.add(verdict)
         if verdict in _COSTLY:
           break
-    except _OutOfTime:
-      return Fault(f'the tests of a program took longer than {self._program_s:g} s')
     except (SandboxError, OSError) as e:
       return Fault('a program could not be run', one_line(e, str))
     share = tally.passed / tally.total
@@ -173,13 +176,15 @@ class ProgramVerifier(Verifier):
     return Verdict(score, metrics, failure or 'right')
 
   # -- the three kinds of tests: the verdict of one after another ------------------------------------------------------
+  # A test may take wall_s, and no longer than what is left for all. Either end is a failure of the program: a fault has
+  # no score, so a program that is wrong could choose it by sleeping.
 
   def _play_texts(self, program: bytes, tests: InputOutput) -> Iterator[str]:
     """Each test runs in a sandbox of its own."""
     end = time.monotonic() + self._program_s
     for given, expected in tests.cases:
-      _check_time(end)
       limits = self._limits_for(len(expected))
+      limits = dataclasses.replace(limits, wall_s=self._seconds(end))
       stdin = given.encode('utf-8', 'surrogatepass')
       outcome = self._sandbox.run({'program.py': program}, ['/program/program.py'], stdin, limits)
       if outcome.verdict != 'ok':
@@ -194,8 +199,8 @@ class ProgramVerifier(Verifier):
     expected_bytes = sum(len(json.dumps(expected)) for _, expected in tests.cases)
     with self._serve(program, tests.preamble, self._limits_for(expected_bytes, len(tests.cases))) as player:
       for arguments, expected in tests.cases:
-        _check_time(end)
-        reply = self._ask(player, tests.function, inside.encode(list(arguments)), {'dict': []})
+        bounds = self._seconds(end), player.cpu_seconds() + self._limits.cpu_s
+        reply = self._ask(player, tests.function, inside.encode(list(arguments)), {'dict': []}, bounds)
         if isinstance(reply, str):
           yield reply
           return
@@ -213,9 +218,10 @@ class ProgramVerifier(Verifier):
     ):
       failure = ''  # of the last call
       for _ in tests.statements:
+        # Of the calls of a statement together.
+        cpu_end, judge_end = (side.cpu_seconds() + self._limits.cpu_s for side in (player, judge))
         while True:
-          _check_time(end)
-          message = _read(judge.read_line(self._limits.wall_s))
+          message = _read(judge.read_line(self._seconds(end), judge_end))
           if message is None:
             # The code of the data set ended, as the results of the program made it or by itself.
             verdict = judge.finish().verdict
@@ -223,7 +229,7 @@ class ProgramVerifier(Verifier):
             return
           if 'name' not in message:
             break
-          reply = self._ask(player, message['name'], message['args'], message['kwargs'])
+          reply = self._ask(player, message['name'], message['args'], message['kwargs'], (self._seconds(end), cpu_end))
           if isinstance(reply, str):
             yield reply
             return
@@ -238,12 +244,14 @@ class ProgramVerifier(Verifier):
     files = {'inside.py': _INSIDE, 'preamble.py': preamble.encode(), 'program.py': program}
     return self._sandbox.start(files, ['/program/inside.py', 'serve'], limits)
 
-  def _ask(self, player: Confined, name: str, arguments: Any, keywords: Any) -> dict[str, Any] | str:
-    """The reply to a call; or the verdict if there is none."""
+  def _ask(
+    self, player: Confined, name: str, arguments: Any, keywords: Any, bounds: tuple[float, float]
+  ) -> dict[str, Any] | str:
+    """The reply to a call, or the verdict if there is none; `bounds` are those of `Confined.read_line`."""
     number = secrets.token_hex(16)
     request = {'id': number, 'name': name, 'args': arguments, 'kwargs': keywords}
     player.send(json.dumps(request).encode() + b'\n')
-    line = player.read_line(self._limits.wall_s)
+    line = player.read_line(*bounds)
     if line is None:
       verdict = player.finish().verdict
       return 'crash' if verdict == 'ok' else verdict
@@ -253,8 +261,12 @@ class ProgramVerifier(Verifier):
       return 'forged'
     return reply
 
+  def _seconds(self, end: float) -> float:
+    """What a test may take if all tests must end at `end`."""
+    return min(self._limits.wall_s, end - time.monotonic())
+
   def _limits_for(self, expected: int, tests: int = 0) -> Limits:
-    """The limits of a process: of one test, or of `tests` tests, whose times are limited one by one.
+    """The limits of a process: of one test, or of `tests` tests, whose times `Confined.read_line` limits one by one.
 
     Args:
       expected: bytes of what is expected.
@@ -264,15 +276,6 @@ class ProgramVerifier(Verifier):
     if not tests:
       return limits
     return dataclasses.replace(limits, cpu_s=limits.cpu_s * tests, wall_s=self._program_s + limits.wall_s)
-
-
-class _OutOfTime(Exception):
-  """The tests of a program take too long together, although none exceeds its limits."""
-
-
-def _check_time(end: float) -> None:
-  if time.monotonic() > end:
-    raise _OutOfTime
 
 
 # The options that are whole numbers, with their ranges.

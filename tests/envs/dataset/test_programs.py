@@ -5,6 +5,7 @@ import importlib.util
 import json
 import pathlib
 import threading
+import time
 import types
 
 import pytest
@@ -30,6 +31,7 @@ def item(tests, **row):
 
 
 SUM = item([{'input': '1 2\n', 'output': '3\n'}, {'input': '4 50\n', 'output': '54'}])
+SIX = {'inputs': [[i] for i in range(4)], 'outputs': [6] * 4}
 DOUBLE = item({'fn_name': 'double', 'inputs': [[3], [5]], 'outputs': [6, 10]})
 TELL = item({'fn_name': 'tell', 'inputs': [['x']], 'outputs': [SECRET]})
 CHECK = item(
@@ -281,11 +283,55 @@ def test_assertions_that_end_their_process_give_no_verdict(sandbox):
   assert grade(HONEST, of).verdict == 'no_verdict'
 
 
-def test_tests_that_take_too_long_together_are_a_fault(sandbox):
-  """The program keeps the limits of each test, so that the machine may be what is slow."""
-  programs, items = [ADD, HONEST, HONEST], [SUM, DOUBLE, ASSERTIONS]
-  for fault in verifier(timeout_s=1e-3).score(programs, items):
-    assert isinstance(fault, Fault) and str(fault) == 'the tests of a program took longer than 0.001 s'
+@pytest.mark.parametrize(
+  'program, of, passed',
+  [
+    # Wrong, and slow on purpose: no test exceeds its own limit.
+    ('import time\ntime.sleep(1.2)\nprint(0)', item([{'input': '', 'output': str(min(i, 1))} for i in range(4)]), 0.25),
+    ('import time\ndef double(x):\n  time.sleep(1.2)\n  return 6', item(dict(SIX, fn_name='double')), 0.5),
+    (
+      'import time\ndef double(x):\n  time.sleep(1.2)\n  return 6',
+      item([f'assert double({i}) == 6' for i in range(4)]),
+      0.5,
+    ),
+  ],
+)
+def test_a_program_that_takes_too_long_for_all_tests_fails(sandbox, program, of, passed):
+  began = time.monotonic()
+  verdict = grade(program, of, timeout_s=3.0, wall_s=2.0, score='share')
+  assert time.monotonic() - began < 10
+  assert verdict.verdict in ('timeout', 'wrong') and verdict.score <= passed
+
+
+def test_no_test_begins_when_the_time_of_all_is_over(sandbox):
+  """The last test has what is left for all, and not its own time."""
+  of = item([{'input': '', 'output': '1'}] * 3)
+  program = 'import time\nprint(1, flush=True)\ntime.sleep(1.7)'
+  verdict = grade(program, of, timeout_s=3.0, wall_s=3.0, score='share')
+  assert verdict.verdict == 'timeout' and verdict.score <= 1 / 3
+
+
+@pytest.mark.parametrize(
+  'of', [item(dict(SIX, fn_name='double')), item([f'assert double({i}) == 6' for i in range(4)])]
+)
+def test_each_call_has_processor_time_of_its_own(sandbox, of):
+  """Four tests may use four seconds, and none of them more than one, whatever the program does with signals."""
+  program = """
+import os, signal, time
+signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+def burn(seconds):
+  while time.process_time() < seconds:
+    pass
+def double(x):
+  if x == 2:
+    BURN
+  return 6
+"""
+  assert grade(program.replace('BURN', 'burn(0.4)'), of).verdict == 'right'
+  verdict = grade(program.replace('BURN', 'burn(2.5)'), of, score='share')
+  assert (verdict.verdict, verdict.score) == ('timeout', 0.5)
+  child = 'pid = os.fork()\n    if not pid:\n      burn(2.5)\n      os._exit(0)\n    os.waitpid(pid, 0)'
+  assert grade(program.replace('BURN', child), of).verdict == 'timeout'
 
 
 def test_after_a_costly_failure_the_other_tests_are_not_run(sandbox, monkeypatch):
@@ -359,6 +405,7 @@ def test_only_the_longest_inputs_are_kept():
     ({'cpu_s': 0}, 'cpu_s=0; allowed: integers from 1'),
     ({'cpu_s': 1.5}, 'cpu_s=1.5; allowed: integers'),
     ({'wall_s': 0}, 'wall_s=0; allowed: seconds'),
+    ({'wall_s': 61.0}, r'timeout_s=60, .* all tests .*allowed: at least verifier_options.wall_s=61, .* one test'),
     ({'memory_mib': 1}, 'memory_mib=1; allowed: integers from 64'),
     ({'disk_mib': 0}, 'disk_mib=0'),
     ({'processes': 0}, 'processes=0'),
