@@ -9,7 +9,13 @@ from ragen_jax.envs import bandit
 from ragen_jax.envs.spec import OPTIONAL
 
 # Tag with the held-out part of a data set -> the tag whose fields it follows: one flag sets the file of both.
-HELD_OUT = {'DatasetTest': 'Dataset', 'MetamathQATest': 'MetamathQA', 'GSM8KTest': 'GSM8K', 'SearchQATest': 'SearchQA'}
+HELD_OUT = {
+  'DatasetTest': 'Dataset',
+  'MetamathQATest': 'MetamathQA',
+  'GSM8KTest': 'GSM8K',
+  'DeepCoderTest': 'DeepCoder',
+  'SearchQATest': 'SearchQA',
+}
 
 
 def by_tag() -> ConfigDict:
@@ -317,7 +323,6 @@ def by_tag() -> ConfigDict:
   envs.DeepCoder = _like(
     envs.Dataset,
     fields={'question': 'problem', 'answer': 'tests', 'choices': '', 'solution': '', 'group': ''},
-    split='all',
     max_question_chars=0,
     verifier='code',
     verifier_options={
@@ -344,12 +349,14 @@ def by_tag() -> ConfigDict:
       # Folders of packages that programs may import, made by `pip install --target`.
       'packages': (),
     },
-    # Seconds that all tests of a program may take; the episode ends as an error then.
+    # Seconds that all tests of a program may take, at least wall_s; a program that takes longer fails.
     timeout_s=300.0,
     # Programs that are tested at a time; at most the number of cores.
     workers=8,
     max_words=8000,
   )
+  # The held-out part of its problems; for a file of its own, set `path` here and `split` of both tags to 'all'.
+  envs.DeepCoderTest = _like(envs.DeepCoder, split='test')
   # RAGEN's SearchQA: questions of HotpotQA, whose answers are looked up with a retrieval server. See docs/search.md for
   # a corpus in place of the server.
   envs.SearchQA = _like(

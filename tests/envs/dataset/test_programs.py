@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from configs import environments
+from configs import default, environments
 from ragen_jax.envs.dataset.confined import Limits, Outcome, SandboxError
 from ragen_jax.envs.dataset.programs import FAILURES, ProgramVerifier, find_program
 from ragen_jax.envs.dataset.sandbox import Sandbox
@@ -443,6 +443,16 @@ def test_the_config_has_the_defaults(sandbox, monkeypatch):
   tag = environments.by_tag().DeepCoder
   assert tag.verifier == 'code'
   assert seen_limits(monkeypatch, tag.verifier_options.to_dict()) == seen_limits(monkeypatch, {})
+
+
+def test_the_held_out_tag_has_other_problems_of_the_same_file():
+  config = default.get_config('qwen2.5-0.5b')
+  train, test = config.envs.DeepCoder, config.envs.DeepCoderTest
+  train.path, train.verifier_options.cpu_s, train.timeout_s = 'problems.jsonl', 3, 200.0
+  assert (test.path, test.verifier_options.cpu_s, test.timeout_s) == ('problems.jsonl', 3, 200.0)
+  assert (train.split, test.split) == ('train', 'test')
+  test.path, test.split, train.split = 'test.jsonl', 'all', 'all'  # as in docs/programs.md
+  assert (train.path, train.split, test.path, test.split) == ('problems.jsonl', 'all', 'test.jsonl', 'all')
 
 
 def test_check_needs_a_sandbox(monkeypatch):
