@@ -13,7 +13,8 @@ from fractions import Fraction
 from typing import Any
 
 _LONGEST = 1000  # characters
-_BOX = re.compile(r'\\f?box(?:ed)?\s*\{')
+# The beginning of a box, and braces.
+_BRACE = re.compile(r'\\f?box(?:ed)?\s*\{|[{}]')
 # LaTeX for spaces and sizes, which means nothing.
 _SPACE = re.compile(r'\\[!,;: ]|\\(?:left|right|quad|qquad|displaystyle)(?![A-Za-z])|~')
 _WORDS_OF_LATEX = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}')
@@ -79,15 +80,20 @@ def read_number(text: str) -> Number | None:
 
 def boxed(text: str) -> list[str]:
   """The contents of the LaTeX boxes of a text, in order; a box that is not closed has none."""
-  contents = []
-  for match in _BOX.finditer(text):
-    depth, start = 1, match.end()
-    for i in range(start, len(text)):
-      depth += {'{': 1, '}': -1}.get(text[i], 0)
-      if not depth:
-        contents.append(text[start:i])
-        break
-  return contents
+  return [text[start:end] for _, start, end in _boxes(text)]
+
+
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+  """Where each closed box begins, and where its content begins and ends; in order, in one pass."""
+  found, opened = [], []
+  for match in _BRACE.finditer(text):
+    if match[0] != '}':
+      opened.append(match)
+    elif opened:
+      opening = opened.pop()
+      if opening[0] != '{':
+        found.append((opening.start(), opening.end(), match.start()))
+  return sorted(found)
 
 
 def _clean(text: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+import time
 from fractions import Fraction
 
 import pytest
@@ -117,3 +118,10 @@ def test_a_tolerance_is_a_share_of_the_gold():
 def test_contents_of_boxes():
   assert boxed(r'\boxed{\frac{1}{2}} and \boxed{3}') == [r'\frac{1}{2}', '3']
   assert boxed(r'\fbox{\boxed{a} b}') == [r'\boxed{a} b', 'a'] and boxed(r'\boxed{1') == [] and boxed('none') == []
+
+
+@pytest.mark.parametrize('text', [r'\box{' * 10**5, r'\box{}' * 10**5, '{' * 10**6, r'\box' + ' ' * 10**6])
+def test_boxes_are_found_in_linear_time(text):
+  began = time.process_time()
+  assert len(boxed(text)) == text.count('}')
+  assert time.process_time() - began < 5
