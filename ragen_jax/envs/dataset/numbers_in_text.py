@@ -1,7 +1,8 @@
 """Reads the number in a text that contains exactly one, exactly.
 
 A text with two numbers, with arithmetic around its number or with a word that changes it ('minus', 'million', 'not')
-has no number here: a verifier that guesses pays for answers such as '17 18'.
+has no number here: a verifier that guesses pays for answers such as '17 18'. A box is read as brackets, with the text
+around it, so that '-\\boxed{18}' is -18 and '2\\boxed{18}' is no number.
 """
 
 from __future__ import annotations
@@ -37,15 +38,27 @@ _NUMBER = re.compile(
 _UNITS = re.compile('st|nd|rd|th|[kcmn]m|[mk]g|ml|mph|kmh|ft|lbs?|oz|min|hrs?|[ap]m|usd|eur', re.IGNORECASE)
 # A single letter after a number and a space is a unit, or a variable.
 _SHORT_UNITS = frozenset('mgshlLCFNJWVKA')
+_MULTIPLIERS = frozenset('mK')  # after an amount of money: millions, thousands
+_OPENING, _CLOSING = ' \'"\u2018\u201c([{', '\'"\u2019\u201d)]}'
 # Words that change a number, compute with it, or deny it.
 _CHANGING = re.compile(
-  r'(?<![^\W\d_])(minus|negative|plus|times|over|divided|dozen|hal(f|ves)|thirds?|quarters?|squared|cubed|root|sqrt|'
-  r'hundred|thousand|million|billion|trillion|pi|log|ln|exp|sin|cos|tan|factorial|infinity|mod|not|no|isn|never|or|'
+  r'(?<![^\W\d_])(minus|negative|plus|times|over|divided|multiplied|subtracted|dozens?|hal(f|ves|ved)|thirds?|quarters?|'
+  r'twice|thrice|doubled?|tripled?|quadrupled?|squared|cubed|root|sqrt|(opposite|inverse|reciprocal)\s+of|'
+  r'hundreds?|thousands?|grand(?!\s+total)|millions?|billions?|trillions?|[bmt]n|[bt]ln|mio|mrd|mil|mill|mln|lakhs?|crores?|'
+  r'pi|log|ln|exp|sin|cos|tan|factorial|infinity|mod|or|nor|not|no|none|nothing|neither|never|cannot|cant|wont|'
+  r'(is|are|was|were|do|does|did|has|have|had|would|could|should|must)nt?|[^\W\d_]*n[\'\u2018\u2019]t|'
+  r'but|except|excepting|excluding|without|unlike|instead|than|at\s+least|at\s+most|far\s+from|wrong|false|untrue|incorrect|'
+  r'differs?|different|unequal|zero|'
   r'two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|'
   r'nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety)(?![^\W\d_])',
   re.IGNORECASE,
 )
 _HARMLESS = set(' \t\n.,:;=?\'"\u2018\u2019\u201c\u201d()[]{}#°-/' + _CURRENCY)
+# A hyphen or a slash inside a word or a unit; any other is a sign.
+_INSIDE_WORDS = re.compile(r'(?<=[^\W\d_]{2})-(?=[^\W\d_]{2})|(?<=[^\W\d_])/(?=[^\W\d_])')
+# A number without a sign that is alone in brackets, but is no argument, as in f(3).
+_ALONE = rf'\s*((?:[{_CURRENCY}]\s*)?{_DECIMAL}(?:\s*/\s*{_DECIMAL})?(?:\s*%)?)\s*'
+_IN_BRACKETS = re.compile(rf'(?<![\w.)\]}}])(?:\({_ALONE}\)|\{{{_ALONE}\}})', re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +78,7 @@ def read_number(text: str) -> Number | None:
   """The number in a text; None if there is none, if there are several, or if something changes its value.
 
   Read are signs, thousands commas, decimals, exponents, fractions ('3/4', '1 1/2', LaTeX), a currency, a sign for
-  percent, a unit, and words around the number. If the text has one LaTeX box, only its content is read.
+  percent, a unit, words around the number, and brackets or a LaTeX box. A sign in front of those belongs to the number.
   """
   if len(text) > _LONGEST:
     return None
@@ -98,16 +111,33 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
 
 def _clean(text: str) -> str | None:
   """The text without LaTeX and Markdown; None if LaTeX remains whose meaning is not known here."""
-  boxes = boxed(text)
+  boxes = _boxes(text)
   if len(boxes) > 1:
     return None
-  text = (boxes[0] if boxes else text).translate(_PLAIN)
+  for begin, start, end in boxes:
+    text = f'{text[:begin]}({text[start:end]}){text[end + 1 :]}'
+  text = text.translate(_PLAIN)
   text = _SPACE.sub('', text.replace('{,}', ',').replace('\\$', '$').replace('\\%', '%'))
   text = _DEGREES.sub('°', _DELIMITERS.sub(' ', _WORDS_OF_LATEX.sub(r' \1 ', text)))
   text = _FRACTION.sub(lambda m: f' {m[1] or m[2]}/{m[3] or m[4]} ', text)
   text = re.sub(r'\s*\bper\s?cent\b', '%', text, flags=re.IGNORECASE)
   text = re.sub(r'\*\*|__|`', ' ', text)
-  return None if '\\' in text else text
+  return None if '\\' in text else _without_brackets(text)
+
+
+def _without_brackets(text: str) -> str:
+  """The text with its number outside of brackets that contain nothing else; the same text if it has other digits."""
+  while match := _IN_BRACKETS.search(text):
+    before, after = text[: match.start()], text[match.end() :]
+    if re.search(r'\d', before + after):
+      break
+    text = before + (match[1] or match[2]) + after
+  return text
+
+
+def is_changed_by(around: str) -> bool:
+  """Whether text around a number or an expression may compute with it, deny it, or name another one."""
+  return bool(_CHANGING.search(around) or re.search(r'[-+*/^<>!±≠¬\d]', _INSIDE_WORDS.sub(' ', around)))
 
 
 def _stands_alone(text: str, match: re.Match[str]) -> bool:
@@ -115,21 +145,28 @@ def _stands_alone(text: str, match: re.Match[str]) -> bool:
   before, after = text[: match.start()], text[match.end() :]
   if _CHANGING.search(f'{before} {after}'):
     return False
+  if any(sign in _INSIDE_WORDS.sub(' ', part) for part in (before, _first_word_joined(after)) for sign in '-/'):
+    return False
   # A sign that stands between things is an operation: 'x - 3', 'x-3'.
   if match['sign'] and re.search(r'[\w)\]}]$', before.rstrip() if match['space'] else before):
     return False
-  last_word = re.search(r'[^\W\d_]+\s*$', before.rstrip('( '))
+  last_word = re.search(r'[^\W\d_]+\s*$', before.rstrip(_OPENING))
   if re.search(r'[\w.]$', before) or re.search(r'\w\($', before) or (last_word and len(last_word[0].strip()) == 1):
     return False  # 'x2', 'f(3)', 'x 3'
+  after = after.lstrip(_CLOSING)
   attached = re.match(r'[^\W\d_]+', after)
   if attached and not _UNITS.fullmatch(attached[0]):
     return False
   unit = re.match(r'\s+([^\W\d_])(?![^\W_])', after)
-  if (unit and unit[1] not in _SHORT_UNITS) or re.match(r'\(|\s*/', after):
-    return False
-  if re.match(r'\s*-\s*(?![A-Za-z])', after) or re.search(r'(?<![A-Za-z])-\s*$', before):
+  units = _SHORT_UNITS - _MULTIPLIERS if re.search(f'[{_CURRENCY}]', text) else _SHORT_UNITS
+  if (unit and unit[1] not in units) or after.startswith('('):
     return False
   return all(c in _HARMLESS or c.isalpha() for c in before + after)
+
+
+def _first_word_joined(after: str) -> str:
+  """The text after a number, where a hyphen joins the number with a word, as in '5-year', without this hyphen."""
+  return re.sub(r'^-(?=[^\W\d_]{2})', ' ', after)
 
 
 def _value(match: re.Match[str]) -> Number | None:
@@ -146,10 +183,19 @@ def _value(match: re.Match[str]) -> Number | None:
 def number_of(value: Any) -> Number | None:
   """The number of a gold: a number of JSON, or a text that contains exactly one."""
   if isinstance(value, str):
-    return read_number(value)
+    return read_number(value) or _boxed_number(value)
   if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
     return None
   return Number(Fraction(repr(value)))
+
+
+def _boxed_number(text: str) -> Number | None:
+  """The number in the one box of a worked solution; None if what stands before the box may belong to the number."""
+  boxes = _boxes(text)
+  if len(boxes) != 1:
+    return None
+  begin, start, end = boxes[0]
+  return read_number(text[start:end]) if re.search(r'(?:^|[=:.,]|[^\W\d_]\s)[\s$]*$', text[:begin]) else None
 
 
 def is_equal(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:

@@ -25,8 +25,13 @@ from tests.support.datasets import untimed
     ('1 1/2', Fraction(3, 2)), ('-1 1/2', Fraction(-3, 2)), (r'\frac{1}{2}', Fraction(1, 2)),
     (r'-\dfrac{1}{2}', Fraction(-1, 2)), (r'3\frac{1}{2}', Fraction(7, 2)), (r'\frac12', Fraction(1, 2)),
     (r'\frac{-1}{2}', Fraction(-1, 2)), (r'$\frac{3}{4}$', Fraction(3, 4)), (r'\boxed{18}', 18),
-    (r'Since 17 + 1 = 18, we have $\boxed{18}$.', 18), (r'18^\circ', 18), (r'18^{\circ}', 18),
+    (r'Thus we have $\boxed{18}$.', 18), (r'\boxed{x = 18} apples', 18), (r'18^\circ', 18), (r'18^{\circ}', 18),
     (r'18\text{ apples}', 18), ('1{,}234', 1234), (r'1,\!000', 1000), (r'\(7\)', 7), (r'\$7', 7), ('7 A', 7),
+    ('-(18)', -18), ('-{18}', -18), (r'-\left(18\right)', -18), (r'$-\boxed{18}$', -18), (r'-\boxed{18}', -18),
+    (r'+\boxed{18}', 18),
+    ('-((18))', -18), ('$-$18', -18), ('-(1/2)', Fraction(-1, 2)), (r'-\boxed{\frac{1}{2}}', Fraction(-1, 2)),
+    (r'\boxed{-18}', -18), ('The well-known answer is (18)', 18), ('{18}', 18),
+    ('18 km/h per car', 18), ('**-18**', -18), ('The grand total is 18', 18),
   ],
 )  # fmt: skip
 def test_one_number_is_read(text, value):
@@ -47,6 +52,16 @@ def test_a_sign_for_percent_is_read(text):
     'minus 5', 'negative 5', '3 squared', 'half of 3', '<18', '≥ 18', '±3', '~ 3 \\approx 4', 'x²', '²', '½', '1½',
     '٣', '3 ٣', '--5', '- -5', '18 -', 'COVID-19', '1.2.3', '1e9999', '0x12', r'\boxed{1} \boxed{2}', '2_3', '5 i',
     '1' * 1001, ' ' * 1000 + '1', r'\frac{1}{0}', '10 3/4 5', 'log 3',
+    '(-)18', '- "18"', '-"18"', '-[18]', '-=18', '-#18', '-(-18)', '{-}18', '-x = 18', '-\n18', '-: 18', '-$ $18',
+    r'{-}\boxed{18}', r'-"\boxed{18}"', r'--\boxed{18}', r'\boxed{-}18',
+    r'not \boxed{18}', r'2\boxed{18}', r'\boxed{18} or 17', r'\boxed{18}2', r'\boxed{18}k', r'\boxed{18}!',
+    r'1/\boxed{18}', r'f\boxed{18}', r'Since 17 + 1 = 18, we have $\boxed{18}$.', r'17, \boxed{18}', r'x\boxed{18}',
+    r'\boxed{18}^2', r'\boxed{18}/x', 'x/18', '(18)/x', '(18)x', '18-x', '18 - x', '1 (1/2)', '"18"k', '"18" k',
+    "doesn't equal 18", 'doesn\u2019t equal 18', 'doesn`t equal 18', 'doesnt equal 18',
+    'not equal to 18', 'anything but 18', 'all except 18', 'other than 18', 'cannot be 18', "It can't be 18",
+    '18 is wrong', 'twice 9', 'double 9', '9 doubled', 'triple 6', 'half 36', 'the opposite of 18', 'far from 18',
+    '18 bn', '18bn', '18 mn', '$18 m', '$18m', '18 k', '$18 K', '18 grand', '18 dozen', '18 hundred',
+    '18 thousand', '18 thousands', '18 billion', '18 mio', '18-hundred', '36 halved', 'at least 18',
   ],
 )  # fmt: skip
 def test_anything_else_is_no_number(text):
@@ -89,7 +104,9 @@ def test_any_text_is_read_without_an_exception_and_holds_the_digits_of_its_numbe
 @pytest.mark.parametrize(
   ('value', 'expected'),
   [(18, 18), (0.1, Fraction(1, 10)), (-1e300, -(10**300)), ('1/3', Fraction(1, 3)), (True, None), (None, None),
-   ([1], None), (float('nan'), None), (float('inf'), None), ('a', None)],
+   ([1], None), (float('nan'), None), (float('inf'), None), ('a', None),
+   (r'Since 17 + 1 = 18, we have $\boxed{18}$.', 18), (r'17 + 1 = \boxed{18}', 18), (r'17 + 1 = -\boxed{18}', None),
+   (r'17, 2\boxed{18}', None), (r'17 \boxed{1} \boxed{2}', None)],
 )  # fmt: skip
 def test_a_gold_is_a_number_of_json_or_text_with_one(value, expected):
   assert number_of(value) == (None if expected is None else Number(Fraction(expected)))
