@@ -175,7 +175,8 @@ class _Reader:
     if not isinstance(solution, str | None):
       raise ValueError(f'{place}: {self._fields["solution"]}={short(solution)}; allowed: text')
     choices, labels = self._choices(place, row) if 'choices' in self._fields else ((), ())
-    group = str(self._field(place, row, 'group')) if 'group' in self._fields else question
+    group = self._field(place, row, 'group') if 'group' in self._fields else None
+    group = question if group is None or not str(group).strip() else str(group)
     field = self._fields['answer']
     if raw is None and self._verifier.needs_answer:
       raise ValueError(f'{place}: {field}=None; allowed: an answer')

@@ -34,6 +34,14 @@ def test_without_a_group_an_item_is_its_question(tmp_path):
   assert a.id == b.id == digest('Why?') != c.id
 
 
+@pytest.mark.parametrize('group', [None, '', ' '])
+def test_rows_without_a_group_are_groups_of_their_own(tmp_path, group):
+  rows = [{'question': q, 'answer': 'x', 'group': group} for q in ('Why?', 'Why not?')]
+  rows += [{'question': 'How?', 'answer': 'x', 'group': g} for g in (0, False, 'None')]
+  items = items_of(tmp_path, rows, fields={'group': 'group'})
+  assert [item.id for item in items] == [digest(x) for x in ('Why?', 'Why not?', '0', 'False', 'None')]
+
+
 ROWS = [{'question': 'a?', 'answer': 'x', 'choices': ['x', 'y'], 'solution': 's', 'group': 'g'}]
 FIELDS = {name: name for name in ROWS[0]}
 
