@@ -121,6 +121,14 @@ def test_long_questions_are_left_out_and_counted(tmp_path, caplog):
     items_of(tmp_path, rows, max_question_chars=2)
 
 
+def test_the_length_of_a_question_counts_its_choices(tmp_path):
+  rows = [{'question': 'Where?', 'answer': 'A', 'choices': ['Rome', 'Paris' + 's' * n]} for n in (0, 1)]
+  options = {'fields': {'choices': 'choices'}, 'verifier': 'choice'}
+  most = len('Where?\nA. Rome\nB. Paris')
+  (item,) = items_of(tmp_path, rows, max_question_chars=most, **options)
+  assert item.choices == ('Rome', 'Paris') and len(item.text) == most
+
+
 def test_questions_that_contradict_themselves_are_reported_once(tmp_path, caplog):
   pairs = [('a?', '1'), ('A?', '1'), ('a?', '2'), ('b?', '1'), ('a?', '3')]
   with caplog.at_level('WARNING', 'ragen_jax'):
@@ -141,6 +149,17 @@ def test_the_limit_takes_the_first_items_and_reads_no_further(tmp_path):
   assert [item.question for item in items_of(tmp_path, rows, limit=3)] == ['0?', '1?', '2?']
   with raises_one_line("line 6 has no field 'answer'"):
     items_of(tmp_path, rows, limit=6)
+
+
+def test_the_limit_counts_the_items_that_are_kept(tmp_path):
+  rows = [{'question': f'{i}?', 'answer': '1'} for i in range(40)]
+  for split in ('train', 'test'):
+    kept = [item.question for item in items_of(tmp_path, rows, split=split, test_share=0.5)]
+    assert len(kept) > 6 and kept[:6] != [row['question'] for row in rows[:6]]
+    assert [x.question for x in items_of(tmp_path, rows, split=split, test_share=0.5, limit=6)] == kept[:6]
+  rows = [{'question': 'x' * 9, 'answer': '1'}, {'question': 'bad'}, *rows]
+  items = items_of(tmp_path, rows, limit=3, max_question_chars=5, bad_rows='drop')
+  assert [item.question for item in items] == ['0?', '1?', '2?']
 
 
 rows = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), min_size=12, max_size=60)
