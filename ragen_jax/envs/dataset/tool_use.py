@@ -32,7 +32,8 @@ _FINISH_USAGE = f'{FINISH}[answer]'
 _BUILT_IN: dict[str, type[Tool]] = {'search': SearchTool}
 _NAME = r'[A-Za-z_]\w*'
 _CALL = re.compile(rf'({_NAME})\s*\[(.*)\]', re.DOTALL)
-_NEXT_CALL = re.compile(rf'[^\w\[\]]*({_NAME})\s*\[')
+_OTHER_CALL = re.compile(rf'(?<!\w)({_NAME})\s*\[')
+_SHOWN = 40  # characters of a name that is told to the policy
 
 
 # -- calls in answers --------------------------------------------------------------------------------------------------
@@ -46,8 +47,8 @@ def write_call(name: str, argument: str) -> str:
 def read_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
   """The call that an answer consists of.
 
-  The argument reaches to the last bracket, so that it may contain brackets of any kind. Only if its first bracket that
-  closes nothing is followed by another call of one of `names`, the answer is several calls.
+  The argument reaches to the last bracket, so that it may contain brackets of any kind, also those of intervals. After
+  a bracket that closes the call may stand further brackets, white space and punctuation, but no words.
 
   Args:
     text: the whole answer.
@@ -55,24 +56,36 @@ def read_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
 
   Returns:
     (name, argument), the name in lower case, whether or not there is such a tool, and the argument without blanks
-    around it; None if the text is no call.
+    around it; None if the text is no call, or words follow the call.
 
   Raises:
-    WrongArguments: the answer is several calls.
+    WrongArguments: a call of one of `names` follows the call.
   """
   match = _CALL.fullmatch(text.strip())
   if match is None:
     return None
   name, argument = match[1].lower(), match[2]
+  if any(call[1].lower() in names for call in _OTHER_CALL.finditer(_after_call(argument, '['))):
+    raise WrongArguments('An answer is one call, and these are several.')
+  # '(0, 1] or [2, 3)' closes no call.
+  return None if re.search(r'\w', _after_call(argument, '[(')) else (name, argument.strip())
+
+
+def _after_call(argument: str, opening: str) -> str:
+  """What follows the first square bracket that closes nothing; '' if there is none.
+
+  Args:
+    opening: the brackets that a square bracket may close. If '(' is one of them, ')' closes one too.
+  """
   depth = 0
-  for bracket in re.finditer(r'[\[\]]', argument):
-    depth += 1 if bracket[0] == '[' else -1
+  for i, c in enumerate(argument):
+    if c in opening:
+      depth += 1
+    elif c == ']' or (c == ')' and '(' in opening and depth):
+      depth -= 1
     if depth < 0:
-      following = _NEXT_CALL.match(argument, bracket.end())
-      if following is not None and following[1].lower() in names:
-        raise WrongArguments('An answer is one call, and these are several.')
-      break
-  return name, argument.strip()
+      return argument[i + 1 :]
+  return ''
 
 
 # -- the tools of an environment ---------------------------------------------------------------------------------------
@@ -195,7 +208,9 @@ class ToolUse:
       if name not in box.tools:
         if box.free_text_is_answer and answer.strip():
           return Final(answer.strip(), self._metrics())
-        raise WrongArguments((f'There is no tool {name!r}. ' if call else 'This is no call of a tool. ') + allowed)
+        raise WrongArguments(
+          (f'There is no tool {cut(name, _SHOWN)!r}. ' if call else 'This is no call of a tool. ') + allowed
+        )
       tool = box.tools[name]
       arguments = tool.read(argument)
       if self._left(row, tool) == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -25,18 +27,19 @@ def box(*names, **options):
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+def after_call(argument):
+  """What follows the bracket that closes the call; each pair of brackets is taken away, from the inside."""
+  pairs = re.compile(r'\[[^\[\]]*\]')
+  while pairs.search(argument):
+    argument = pairs.sub(lambda m: '\0' * len(m[0]), argument)
+  return argument.partition(']')[2]
+
+
 def is_several(argument):
-  """Whether the argument closes its call and begins another one; written as a loop over characters."""
-  depth = 0
-  for i, c in enumerate(argument):
-    depth += (c == '[') - (c == ']')
-    if depth < 0:
-      rest = argument[i + 1 :]
-      while rest and not (rest[0].isalnum() or rest[0] in '_[]'):
-        rest = rest[1:]
-      name = rest.partition('[')[0].rstrip() if '[' in rest else ''
-      return name.lower() in NAMES
-  return False
+  """Whether the argument closes its call and calls a tool after it."""
+  rest = argument[len(argument) - len(after_call(argument)) :]
+  words = [re.search(r'(\w*)\s*$', part) for part in rest.split('[')[:-1]]
+  return any(word[1].lower() in NAMES for word in words)
 
 
 PIECES = st.lists(
@@ -57,7 +60,7 @@ def test_an_argument_comes_back_from_its_call(name, argument):
   if is_several(argument):
     with pytest.raises(WrongArguments, match=r'^An answer is one call, and these are several'):
       read_call(answer, NAMES)
-  else:
+  elif not re.search(r'[^\W\0]', after_call(argument)) or read_call(answer, NAMES):
     assert read_call(answer, NAMES) == (name, argument.strip())
     assert read_call(f' \n{name.upper()} {answer.removeprefix(name)}\n', NAMES) == (name, argument.strip())
 
@@ -65,14 +68,14 @@ def test_an_argument_comes_back_from_its_call(name, argument):
 @pytest.mark.parametrize(
   'text',
   ['', ' ', 'Paris', 'I call search[Paris]', 'search[Paris].', 'search', 'search[Paris', 'search]Paris[', '[Paris]',
-   '3[Paris]', 'search: [Paris]', '```search[Paris]```', '<search>Paris</search>'],
+   '3[Paris]', 'search: [Paris]', '```search[Paris]```', '<search>Paris</search>',
+   'finish[18] or [17]', 'search[x] and then lookup[y]', 'search[a] b]', 'lookup[a] lookup[b]', 'search[a], [b]'],
 )  # fmt: skip
 def test_what_is_not_one_call_from_its_first_to_its_last_character_is_none(text):
   assert read_call(text, NAMES) is None
 
 
 def test_a_call_of_another_name_is_read_with_its_name():
-  assert read_call('lookup[a] lookup[b]', NAMES) == ('lookup', 'a] lookup[b')
   assert read_call('Lookup[a]', NAMES) == ('lookup', 'a')
 
 
@@ -83,6 +86,40 @@ def test_no_text_breaks_the_reader(text):
   (outcome,) = use.step([0], [text])
   call = text.strip().lower().startswith(('shout', 'finish'))
   assert call or (isinstance(outcome, Told) and not outcome.valid)
+
+
+@pytest.mark.parametrize(
+  'text',
+  ['finish[18] or finish[17]', 'search[x] and then finish[y]', 'search[x]; then: SEARCH [y]', 'finish[(a] or finish[b]',
+   'search[[a]] no finish[b]', 'finish[a] lookup[b] finish[c]'],
+)  # fmt: skip
+def test_several_calls_with_words_between_them_are_no_call(text):
+  with pytest.raises(WrongArguments, match=r'^An answer is one call, and these are several'):
+    read_call(text, NAMES)
+
+
+@pytest.mark.parametrize(
+  'argument',
+  [
+    'a [b] c',
+    '[a] or [b]',
+    '(0, 1] or [2, 3)',
+    '[0, 1)',
+    '(0, 1]',
+    'x[i][j] = y[k]',
+    'a) first',
+    'a]',
+    'a] ].',
+    '[[a] b',
+  ],
+)
+def test_brackets_may_stand_in_an_argument(argument):
+  assert read_call(f'finish[{argument}]', NAMES) == ('finish', argument)
+
+
+def test_a_long_name_is_cut():
+  (outcome,) = box('shout').open(1).step([0], [f'{"x" * 5000}[a]'])
+  assert outcome.text == f"There is no tool '{'x' * 34} [cut]'. Allowed: shout[text], finish[answer]."
 
 
 # -- what the policy is told -------------------------------------------------------------------------------------------
