@@ -111,12 +111,15 @@ class Number(Verifier):
 
 _LONGEST = 4000  # characters of an answer to a question with choices
 _LEAD = r'(?:(?:the|my)\s+)?(?:(?:correct|right|best|final)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*'
+_LEADING = re.compile(rf'^{_LEAD}', re.IGNORECASE)
 _LETTER = re.compile(rf'(?:{_LEAD})?[(\[]?([a-z])[)\].:]*', re.IGNORECASE)
-_LETTER_AND_TEXT = re.compile(rf'(?:{_LEAD})?[(\[]?([A-Z])(?:[)\]]|[.:)\],]|\s+-)\s*(.+)', re.DOTALL)
+_LETTER_AND_TEXT = re.compile(rf'(?i:{_LEAD})?[(\[]?([A-Z])(?:[)\]]|[.:)\],]|\s+-)\s*(.+)', re.DOTALL)
 _NAMED = re.compile(r"(?<![^\W_])([A-Z])(?![^\W_]|['\u2019][a-z])")
 # After the article or the pronoun follows a word in lower case, after a letter for instance 'is'.
 _AFTER_A_WORD = re.compile(r'\s+(?!(?:and|or|is|are|as|because|but)\b)[^\W\d_A-Z]')
-_DENIAL = re.compile(r"\b(?:not|never|neither|isn['\u2019]t|no)\b", re.IGNORECASE)
+# A letter in lower case, not of a contraction ("I'd") or an abbreviation ('e.g.').
+_SMALL_LETTER = re.compile(r"(?<![^\W_])(?<!['\u2019.])([a-z])(?![^\W_]|['\u2019.][a-z])")
+_DENIAL = re.compile(r"\b(?:not|never|neither|nor|no|but|except|cannot|\w+n['\u2019]t)\b", re.IGNORECASE)
 
 
 def letter(index: int) -> str:
@@ -135,41 +138,53 @@ def read_choice(answer: str, choices: Sequence[str]) -> int | None:
 
   A letter is read first: alone, with the text of its choice, or as the only capital that stands alone in a sentence
   ('The answer is C'); the words 'A' and 'I' of a sentence are no letters. Otherwise the answer is the text of a choice,
-  or a sentence that contains the text of just one. A sentence that denies names none.
+  or a sentence that contains the text of just one. A sentence that denies names none, unless it is the text of the
+  choice. Text around a box may not name another choice or deny.
   """
   if len(answer) > _LONGEST:
     return None
   boxes = boxed(answer)
+  if len(boxes) == 1:
+    around = answer.replace(boxes[0], ' ', 1)
+    if _DENIAL.search(around) or _letters(around, choices) or _mentioned(_folded(around), [*map(_folded, choices)]):
+      return None
   text = re.sub(r'\*\*|__|`', '', boxes[0] if len(boxes) == 1 else answer).strip()
   texts = [_folded(choice) for choice in choices]
   match = _LETTER.fullmatch(text)
   if match and ord(match[1].upper()) - ord('A') < len(choices):
     return ord(match[1].upper()) - ord('A')
-  same = [i for i, choice in enumerate(texts) if choice == _folded(text)]
+  same = [i for i, choice in enumerate(texts) if choice in (_folded(text), _folded(_LEADING.sub('', text)))]
   if same:
     return same[0] if len(same) == 1 else None
+  match = _LETTER_AND_TEXT.fullmatch(text)
+  match = match if match and ord(match[1]) - ord('A') < len(choices) else None
+  if match and texts[ord(match[1]) - ord('A')] == _folded(match[2]):
+    return ord(match[1]) - ord('A')
   if _DENIAL.search(text):
     return None
-  match = _LETTER_AND_TEXT.fullmatch(text)
-  if match and ord(match[1]) - ord('A') < len(choices):
+  if match:
     index, rest = ord(match[1]) - ord('A'), match[2]
   else:
-    named = {ord(m[1]) - ord('A') for m in _NAMED.finditer(text) if not _is_word(text, m)}
-    named = {i for i in named if i < len(choices)}
+    named = _letters(text, choices, small=False)
     if len(named) > 1:
       return None
     index, rest = (next(iter(named)) if named else None), text
   mentioned = _mentioned(_folded(re.sub(_LEAD, '', rest, flags=re.IGNORECASE)), texts)
   if index is None:
     return mentioned.pop() if len(mentioned) == 1 else None
-  others = {ord(m[1]) - ord('A') for m in _NAMED.finditer(rest) if not _is_word(rest, m)} - {index}
-  names_others = mentioned - {index} or any(i < len(choices) for i in others)
-  return index if not names_others or texts[index] == _folded(rest) else None
+  return None if (mentioned | _letters(rest, choices)) - {index} else index
+
+
+def _letters(text: str, choices: Sequence[str], small: bool = True) -> set[int]:
+  """The choices whose letters stand alone in a text, in capitals or, with `small`, in lower case."""
+  found = [*_NAMED.finditer(text), *(_SMALL_LETTER.finditer(text) if small else ())]
+  named = {ord(m[1].upper()) - ord('A') for m in found if not _is_word(text, m)}
+  return {i for i in named if i < len(choices)}
 
 
 def _is_word(text: str, match: re.Match[str]) -> bool:
   """Whether a capital is the article or the pronoun of a sentence."""
-  return match[1] in 'AI' and bool(_AFTER_A_WORD.match(text, match.end()))
+  return match[1] in 'AIai' and bool(_AFTER_A_WORD.match(text, match.end()))
 
 
 def _mentioned(text: str, choices: Sequence[str]) -> set[int]:

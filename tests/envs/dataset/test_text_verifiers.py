@@ -59,10 +59,29 @@ CITIES = ('Rome', 'New York', 'Paris', 'York')
     ('not C', None), ('It is not Paris', None), ('Paris or Rome', None), ('Paris and York', None), ('London', None),
     ('None of them', None), ('C, because D is wrong', None), ('C' * 4001, None), ("It isn't C", None),
     ('A is right', 0), ('C. Paris or Rome', None), ('CD', None), ('Parisian', None),
+    ('A, b', None), ('A, or b', None), ('A or b', None), ('A (b)', None), ('C or a', None), ('C. a city', 2),
+    ("I'd say C", 2), ('C, e.g. Paris', 2), (r'The answer is \boxed{C}.', 2), (r'not \boxed{C}', None),
+    (r'\boxed{C} or D', None), (r'Rome or \boxed{C}', None), ("It doesn't lie in C", None), ('anything but C', None),
   ],
 )  # fmt: skip
 def test_a_choice_is_read(answer, index):
   assert read_choice(answer, CITIES) == index
+
+
+DENYING = ('It changes', 'It does not change', 'No', 'Neither of these', 'Yes')
+
+
+@pytest.mark.parametrize(
+  ('answer', 'index'),
+  [
+    ('C. No', 2), ('(C) No', 2), ('No', 2), ('No.', 2), ('The answer is No', 2), ('The answer is: no.', 2),
+    ('The answer is C, No', 2), ('B. It does not change', 1), ('B) it does not change.', 1), ('D. Neither of these', 3),
+    ('The answer is neither of these', 3), (r'\boxed{C. No}', 2), ('E. Yes', 4), ('E. No', None), ('C. not No', None),
+    ('C. No or B', None), ('C. Yes', None), ('not No', None), ('B. It changes', None), ('A. It does not change', None),
+  ],
+)  # fmt: skip
+def test_choices_that_deny_are_read(answer, index):
+  assert read_choice(answer, DENYING) == index
 
 
 def test_a_choice_of_numbers_and_of_letters():
