@@ -20,17 +20,21 @@ def is_installed() -> bool:
   return importlib.util.find_spec(PACKAGE) is not None
 
 
-def expression_of(answer: str) -> str | None:
+def expression_of(answer: str) -> tuple[str, str] | None:
   """The one expression that stands between dollars, or other delimiters of LaTeX; the whole text without such.
 
   Returns:
-    None if there are several, because a verifier may not choose the answer among them; or if there is none.
+    (expression, text around it); None if there are several expressions, because a verifier may not choose the answer
+    among them; or if there is none.
   """
-  found = [next(filter(None, match.groups())) for match in _WRITTEN.finditer(answer)]
+  found = list(_WRITTEN.finditer(answer))
   if len(found) > 1:
     return None
-  text = (found[0] if found else answer).strip().removesuffix('.').strip()
-  return None if not text or re.search(r'(?<!\\)\$', text) else text
+  text, around = answer, ''
+  for match in found:
+    text, around = next(filter(None, match.groups())), f'{answer[: match.start()]} {answer[match.end() :]}'
+  text = text.strip().removesuffix('.').strip()
+  return None if not text or re.search(r'(?<!\\)\$', text) else (text, around)
 
 
 def make_checker() -> MathChecker:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from ragen_jax.envs.dataset.items import Item
 from ragen_jax.envs.dataset.numbers_in_text import Number as ReadNumber
-from ragen_jax.envs.dataset.numbers_in_text import boxed, is_equal, number_of, read_number
+from ragen_jax.envs.dataset.numbers_in_text import boxed, is_changed_by, is_equal, number_of, read_number
 from ragen_jax.envs.dataset.text_verifiers import UNREADABLE, squeezed
 from ragen_jax.envs.dataset.verifiers import INSTALL, RIGHT, WRONG, Verdict, Verifier, VerifierSettings, read_options
 from ragen_jax.utils import math_checker
@@ -19,15 +20,45 @@ _MEMORY_MIB = 2048  # of one process; sympy needs about 150
 _LONGEST = 2000  # characters of an answer that is parsed
 
 
-def _expression_of(text: str) -> str | None:
-  """The one expression of a text, in a box or between dollars, or the whole text; None if there is not just one."""
+# A sign of equality, and other relations.
+_EQUAL = re.compile(r'(?<![<>!:])=')
+_RELATION = re.compile(
+  r'[≠≈≡⇒→]|!=|\\(?:ne|neq|approx|equiv|sim|simeq|to|implies|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])'
+)
+# What belongs to the expression in a box of a worked solution.
+_BEFORE_BOX = re.compile(r'[-+*/\d][\s$({]*\\f?box')
+# What an answer may be equal to: an unknown or a function, as in 'x=', 'a_1=' and 'f(x)='.
+_UNKNOWN = re.compile(
+  r"\s*(?!(?:\\pi|\\infty|pi|e|i)\b)\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?'*\s*(?:\(\s*[A-Za-z, ]+\))?\s*"
+)
+
+
+def _is_chain(answer: str, gold: str) -> bool:
+  """Whether an answer equates expressions that the gold does not equate; math-verify would take the last of them."""
+  if _RELATION.search(answer) and not _RELATION.search(gold):
+    return True
+  sides, equal = _EQUAL.split(answer), len(_EQUAL.findall(gold))
+  return len(sides) - 1 > max(equal, 1) or (len(sides) == 2 and not equal and not _UNKNOWN.fullmatch(sides[0]))
+
+
+def _expression_of(text: str, *, is_gold: bool = False) -> str | None:
+  """The one expression of a text, in a box or between dollars, or the whole text; None if there is not just one.
+
+  Around the expression of an answer stands nothing that denies it or computes with it.
+  """
   if len(text) > 4 * _LONGEST:
     return None
   boxes = boxed(text)
   if len(boxes) > 1:
     return None
-  expression = math_checker.expression_of(boxes[0] if boxes else text)
-  return None if expression is None or len(expression) > _LONGEST else expression
+  found = math_checker.expression_of(boxes[0] if boxes else text)
+  if found is None or len(found[0]) > _LONGEST:
+    return None
+  expression, around = found
+  if boxes:
+    around = ' '.join([around, *text.split(boxes[0], 1)])
+  changed = _BEFORE_BOX.search(text) if is_gold else is_changed_by(around)
+  return None if changed else expression
 
 
 class Processes(Protocol):
@@ -46,7 +77,8 @@ class Math(Verifier):
   1. A gold that is one number is compared exactly, as the verifier 'number' does. math-verify would take the last of
      several numbers, and would accept '3 + 15' for 18, which a policy learns to copy from the question.
   2. Equal texts, without letter case and white space, are right.
-  3. Other expressions are equal if math-verify says so. An answer with several expressions between dollars is refused.
+  3. Other expressions are equal if math-verify says so. An answer with several expressions between dollars is refused,
+     and so is one that equates expressions, such as 'a=b', or has words or signs around its box that change it.
 
   The time limit holds for each answer of step 3. An answer over it is a fault.
   """
@@ -85,8 +117,8 @@ class Math(Verifier):
     number = number_of(value)
     if number is not None:
       return number, str(value).strip()
-    expression = _expression_of(value) if isinstance(value, str) else None
-    if expression is None:
+    expression = _expression_of(value, is_gold=True) if isinstance(value, str) else None
+    if expression is None or read_number(expression) is not None:  # a number whose text around it changes it
       raise ValueError(f'allowed: one number, or text with one expression of at most {_LONGEST} characters')
     return None, expression
 
@@ -110,7 +142,7 @@ class Math(Verifier):
       found[i] = self._without_process(answer, item)
       if found[i] is None:
         expression = _expression_of(answer)
-        if expression is None:
+        if expression is None or _is_chain(expression, item.gold[1]):
           found[i] = UNREADABLE
         else:
           asked[i] = item.gold[1], expression

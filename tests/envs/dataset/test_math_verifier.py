@@ -60,6 +60,41 @@ def test_answers_without_just_one_expression_are_unreadable(answer):
   assert (verdict.score, verdict.verdict, processes.asked) == (0.0, 'unreadable', [])
 
 
+@pytest.mark.parametrize(
+  ('gold', 'answer'),
+  [
+    (r'\sqrt{2}', r'\sqrt{3}=\sqrt{2}'), ('a+b', 'a+c=a+b'), ('a+b', 'x=a+c=b+a'), ('a+b', r'\pi = b+a'),
+    ('y=a+b', 'y=a+c=b+a'), ('a+b', r'a+c \Rightarrow b+a'), ('a+b', 'a+c ≠ b+a'), ('a+b', r'a+c \neq b+a'),
+    ('a+b', r'not \boxed{b+a}'), ('a+b', r'-\boxed{b+a}'), ('a+b', r'2\boxed{b+a}'), ('a+b', r'\boxed{b+a} or 3'),
+    ('a+b', 'It is not $b+a$'), ('a+b', '-$b+a$'), ('a+b', "It isn't $b+a$"), ('a+b', r'\sqrt\boxed{b+a}'),
+  ],
+)  # fmt: skip
+def test_chains_and_changed_expressions_are_unreadable(gold, answer):
+  processes = Sums()
+  (verdict,) = judge([(gold, answer)], processes)
+  assert (verdict.score, verdict.verdict, processes.asked) == (0.0, 'unreadable', [])
+
+
+@pytest.mark.parametrize(
+  ('gold', 'answer'),
+  [('a+b', 'x=b+a'), ('a+b', 'f(x) = b+a'), ('a+b', r'\theta_{1} = b+a'), ('y=a+b', 'b+a=y'), ('x=a, y=b', 'y=b, x=a')],
+)
+def test_an_answer_may_name_its_unknown_and_repeat_the_relations_of_the_gold(gold, answer):
+  processes = Sums()
+  judge([(gold, answer)], processes)
+  assert [(method, asked) for method, _, asked, _ in processes.asked] == [('is_equal', answer)]
+
+
+def test_the_number_in_the_box_of_a_worked_gold_is_compared_as_a_number():
+  processes = Sums()
+  worked = r'Since 17 + 1 = 18, we have $\boxed{18}$.'
+  assert [v.score for v in judge([(worked, '18'), (worked, '17, 18'), (worked, '3+15')], processes)] == [1, 0, 0]
+  assert processes.asked == []
+  for gold in (r'17 + 1 = -\boxed{18}', r'2\boxed{a+b}', 'so $18$ of 20'):
+    with raises_one_line('allowed: one number, or text with one expression'):
+      Math(SETTINGS, Sums()).read_gold(gold, {})
+
+
 def test_what_goes_wrong_in_the_package_is_a_fault_of_that_answer_only():
   hung, right, gold = judge([('a+b', 'hang'), ('a+b', 'b+a'), ('unreadable+a', 'a')])
   assert isinstance(hung, Fault) and hung.hung and right.score == 1
