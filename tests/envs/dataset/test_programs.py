@@ -20,6 +20,7 @@ from ragen_jax.utils.threads import Fault
 QUICK = {'cpu_s': 1, 'wall_s': 20.0, 'memory_mib': 256, 'output_mib': 1, 'processes': 4}
 # Only a program that knows it can return it.
 SECRET = 'EXPECTED-0123456789'
+SLOW = pytest.mark.slow
 
 
 def verifier(timeout_s: float = 60.0, workers: int = 2, **options) -> ProgramVerifier:
@@ -85,9 +86,13 @@ HONEST = 'def double(x):\n  return 2 * x'
   'program, of',
   [
     (ADD, SUM),
-    (f'It adds.\n```python\n{ADD}\n```', SUM),
+    pytest.param(f'It adds.\n```python\n{ADD}\n```', SUM, marks=SLOW),
     ('import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())), end="  ")\nsys.exit(0)', SUM),
-    ('def main():\n  print(sum(map(int, open(0).read().split())))\nif __name__ == "__main__":\n  main()', SUM),
+    pytest.param(
+      'def main():\n  print(sum(map(int, open(0).read().split())))\nif __name__ == "__main__":\n  main()',
+      SUM,
+      marks=SLOW,
+    ),
     (HONEST, DOUBLE),
     (
       'class Solution:\n  def double(self, x: List[int]) -> Optional[int]:\n    print("noise")\n    return x + x',
@@ -174,53 +179,61 @@ def tell(x):
     ('', SUM, 'no_program'),
     ('```python\n```', DOUBLE, 'no_program'),
     ('print(', SUM, 'crash'),
-    ('print("\ud800")', SUM, 'crash'),
     (f'{ADD}\nraise SystemExit(1)', SUM, 'crash'),
     ('while True: pass', SUM, 'timeout'),
-    ('x = "x" * (1 << 30)', SUM, 'memory'),
-    ('print("x" * 10_000_000)', SUM, 'output'),
-    ('import os\nprint("right\\n3")\nos._exit(0)', SUM, 'wrong'),
     # Functions.
     ('def double(x): return None', DOUBLE, 'wrong'),
     ('def double(x): return 1 if x == 3 else 1 / 0', DOUBLE, 'wrong'),  # the first failure
-    ('x = 1', DOUBLE, 'crash'),
-    ('def double(x: return', DOUBLE, 'crash'),
     ('import sys\nsys.exit(0)', DOUBLE, 'crash'),
-    ('import sys\ndef double(x): sys.exit(0)', DOUBLE, 'crash'),
     ('import os\ndef double(x): os._exit(0)', DOUBLE, 'crash'),
-    ('import os\ndef double(x): os.kill(os.getpid(), 9)', DOUBLE, 'crash'),
     ('import os\nos.closerange(0, 64)\ndef double(x): return 6', DOUBLE, 'crash'),
     ('def double(x): return "x" * (1 << 30)', DOUBLE, 'memory'),
     ('def double(x): return "x" * 3_000_000', DOUBLE, 'output'),
-    ('import sys\ndef double(x): sys.stderr.write("x" * 3_000_000)', DOUBLE, 'output'),
     ('def double(x):\n  r = []\n  for _ in range(10**5): r = [r]\n  return r', DOUBLE, 'wrong'),
-    ('class A(int):\n  __eq__ = lambda *a: True\n  __hash__ = None\ndef double(x): return A(1)', DOUBLE, 'wrong'),
     ('class A:\n  __eq__ = lambda *a: True\ndef double(x): return A()', DOUBLE, 'wrong'),
     (f'{ERASE}\ndef double(x): return 7', DOUBLE, 'wrong'),
-    ('import builtins\nbuiltins.isinstance = lambda *a: True\ndef double(x): return 7', DOUBLE, 'crash'),
     (f'{FLOOD}\nwrite()\ndef double(x): return 6', DOUBLE, 'forged'),
-    (f'{FLOOD}\ndef double(x): write()', DOUBLE, 'forged'),
     # The right result, but not of this call.
     (
       'import os\nfor fd in range(30):\n  try: os.write(fd, b\'{"id": "0", "value": 6}\\n\')\n  except OSError: pass',
       DOUBLE,
       'forged',
     ),
-    (f'{FLOOD}\nimport os\nwrite()\nos._exit(0)', DOUBLE, 'forged'),
     (SEARCH, TELL, 'wrong'),
     # Assertions.
     (SEARCH, CHECK, 'wrong'),
-    ('def tell(x): return None', CHECK, 'wrong'),
     ('def other(x): return None', CHECK, 'wrong'),  # the function of the question has no body
-    ('import sys\nsys.exit(0)', CHECK, 'crash'),
     ('def check(c): pass\ndef tell(x): return 1', CHECK, 'wrong'),
     (f'{FLOOD}\nwrite()\ndef tell(x): return 1', CHECK, 'forged'),
     (f'{ERASE}\ndef double(x): return 7', ASSERTIONS, 'wrong'),
     ('class A:\n  __eq__ = lambda *a: True\ndef double(x): return A()', ASSERTIONS, 'wrong'),
-    ('def double(x): raise StopIteration', ASSERTIONS, 'crash'),
     ('def double(x):\n  if x == 3: return 6\n  raise StopIteration', ASSERTIONS, 'crash'),
     ('def double(x): return 6\ndef all(x): return True\ndef map(*x): return []', ASSERTIONS, 'wrong'),
     ('import time\ndef double(x): time.sleep(60)', ASSERTIONS, 'timeout'),
+    # They repeat what others show.
+    pytest.param('import os\nprint("right\\n3")\nos._exit(0)', SUM, 'wrong', marks=SLOW),
+    pytest.param('print("\ud800")', SUM, 'crash', marks=SLOW),
+    pytest.param('x = 1', DOUBLE, 'crash', marks=SLOW),
+    pytest.param('def double(x: return', DOUBLE, 'crash', marks=SLOW),
+    pytest.param('import sys\ndef double(x): sys.exit(0)', DOUBLE, 'crash', marks=SLOW),
+    pytest.param('import os\ndef double(x): os.kill(os.getpid(), 9)', DOUBLE, 'crash', marks=SLOW),
+    pytest.param('import sys\ndef double(x): sys.stderr.write("x" * 3_000_000)', DOUBLE, 'output', marks=SLOW),
+    pytest.param(
+      'import builtins\nbuiltins.isinstance = lambda *a: True\ndef double(x): return 7', DOUBLE, 'crash', marks=SLOW
+    ),
+    pytest.param(f'{FLOOD}\ndef double(x): write()', DOUBLE, 'forged', marks=SLOW),
+    pytest.param(f'{FLOOD}\nimport os\nwrite()\nos._exit(0)', DOUBLE, 'forged', marks=SLOW),
+    pytest.param(
+      'class A(int):\n  __eq__ = lambda *a: True\n  __hash__ = None\ndef double(x): return A(1)',
+      DOUBLE,
+      'wrong',
+      marks=SLOW,
+    ),
+    pytest.param('def tell(x): return None', CHECK, 'wrong', marks=SLOW),
+    pytest.param('import sys\nsys.exit(0)', CHECK, 'crash', marks=SLOW),
+    pytest.param('def double(x): raise StopIteration', ASSERTIONS, 'crash', marks=SLOW),
+    pytest.param('x = "x" * (1 << 30)', SUM, 'memory', marks=SLOW),
+    pytest.param('print("x" * 10_000_000)', SUM, 'output', marks=SLOW),
   ],
 )
 def test_other_programs_fail_by_name(sandbox, program, of, verdict):
@@ -289,10 +302,11 @@ def test_assertions_that_end_their_process_give_no_verdict(sandbox):
     # Wrong, and slow on purpose: no test exceeds its own limit.
     ('import time\ntime.sleep(1.2)\nprint(0)', item([{'input': '', 'output': str(min(i, 1))} for i in range(4)]), 0.25),
     ('import time\ndef double(x):\n  time.sleep(1.2)\n  return 6', item(dict(SIX, fn_name='double')), 0.5),
-    (
+    pytest.param(
       'import time\ndef double(x):\n  time.sleep(1.2)\n  return 6',
       item([f'assert double({i}) == 6' for i in range(4)]),
       0.5,
+      marks=SLOW,
     ),
   ],
 )
@@ -312,7 +326,11 @@ def test_no_test_begins_when_the_time_of_all_is_over(sandbox):
 
 
 @pytest.mark.parametrize(
-  'of', [item(dict(SIX, fn_name='double')), item([f'assert double({i}) == 6' for i in range(4)])]
+  'of',
+  [
+    item(dict(SIX, fn_name='double')),
+    pytest.param(item([f'assert double({i}) == 6' for i in range(4)]), marks=SLOW),
+  ],
 )
 def test_each_call_has_processor_time_of_its_own(sandbox, of):
   """Four tests may use four seconds, and none of them more than one, whatever the program does with signals."""

@@ -66,9 +66,11 @@ for path in ('/dev/stdin', '/proc/self/fd/0'):
     # Without output, only the end of the process tells that it runs.
     ('import os, time\nos.closerange(0, 64)\ntime.sleep(60)', {'wall_s': 0.5}, 'timeout'),
     ('x = bytearray(300 << 20)', {}, 'memory'),
-    ('x = []\nwhile True: x.append(bytes(1 << 20))', {}, 'memory'),
+    pytest.param('x = []\nwhile True: x.append(bytes(1 << 20))', {}, 'memory', marks=pytest.mark.slow),
     ('print("x" * 10_000_000)', {}, 'output'),
-    ('import sys\nfor i in range(200): sys.stderr.write("x" * 50_000)', {}, 'output'),
+    pytest.param(
+      'import sys\nfor i in range(200): sys.stderr.write("x" * 50_000)', {}, 'output', marks=pytest.mark.slow
+    ),
     ('class A:\n  def __del__(self): raise ValueError\nA()\nx = A()', {}, 'ok'),
   ],
 )
@@ -278,6 +280,7 @@ def test_nothing_of_the_host_is_inherited(sandbox):
     os.close(writer)
 
 
+@pytest.mark.slow
 def test_the_same_program_prints_the_same(sandbox):
   program = 'print({str(i) for i in range(100)})'
   assert printed(run(sandbox, program)) == printed(run(sandbox, program))
@@ -388,6 +391,7 @@ def test_an_interrupt_of_the_terminal_does_not_reach_a_program(sandbox):
     assert groups and os.getpgid(0) not in groups
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_its_context(sandbox):
   with start(sandbox, 'import time\nprint(1, flush=True)\ntime.sleep(60)') as running:
     assert running.read_line(20) == b'1'
