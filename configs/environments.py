@@ -3,7 +3,7 @@
 A tag names an environment and its settings. `train.tags` and `eval.tags` choose among them.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from ragen_jax.envs import bandit
 from ragen_jax.envs.spec import OPTIONAL
@@ -394,8 +394,13 @@ def follow(envs: ConfigDict) -> None:
 
 
 def _follow(env: ConfigDict, other: ConfigDict) -> None:
-  for name, value in other.items():
-    if isinstance(value, ConfigDict) and value:
-      _follow(env[name], value)
-    elif env[name] == value:
-      env[name] = value if isinstance(value, ConfigDict) else other.get_oneway_ref(name)
+  # As `get_oneway_ref` does for one field, which walks through all sections each time.
+  with other.ignore_type():
+    for name, value in other.items():
+      if isinstance(value, ConfigDict) and value:
+        _follow(env[name], value)
+      elif env[name] == value:
+        if not isinstance(value, ConfigDict):
+          reference = other[name] = FieldReference(value)
+          value = reference.identity()
+        env[name] = value
