@@ -84,7 +84,7 @@ def pytest_collection_finish() -> None:
 
 # Programs that were compiled, or read from the cache, since the compiled programs were last freed.
 _programs = 0
-_MOST_PROGRAMS = 800  # half a gigabyte
+_MOST_PROGRAMS = 2000  # a gigabyte or so
 
 
 def _count_programs(event: str, duration: float, **_: object) -> None:
@@ -142,3 +142,11 @@ def qwen_tokenizer_dir(shared_dir: pathlib.Path) -> pathlib.Path:
   if not (path / 'tokenizer.json').is_file():
     pytest.skip(f'needs the Qwen2.5 tokenizer in {path}, which is not there')
   return path
+
+
+@pytest.fixture(scope='session')
+def qwen_tokenizer(qwen_tokenizer_dir: pathlib.Path):
+  """The `ChatTokenizer` of Qwen2.5, which takes a second to read."""
+  from ragen_jax.agent.chat import ChatTokenizer
+
+  return ChatTokenizer(qwen_tokenizer_dir)

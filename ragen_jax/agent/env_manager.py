@@ -129,11 +129,6 @@ class EnvStateManager:
     return other
 
   @property
-  def traces(self) -> int:
-    """Number of compilations of a step, over all environments."""
-    return sum(p.traces for p in self.pools.values())
-
-  @property
   def groups(self) -> int:
     return self.rows // self.group_size
 

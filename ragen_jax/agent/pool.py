@@ -33,13 +33,11 @@ class Pool(abc.ABC):
     processor: of the model that reads images; None if observations are text.
     outside: whether the environment is outside JAX. Its reset may have side effects, so it is called only to begin an
       episode: first prompts are not checked in advance.
-    traces: number of compilations of a step.
     faults: row -> the fault that ended its episode since `reset`.
     used: i32[rows], number of executed actions since `reset`.
   """
 
   outside: bool
-  traces = 0
 
   def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
     self.spec = spec

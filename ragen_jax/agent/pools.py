@@ -6,7 +6,9 @@ the legal actions, the best possible success.
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from ragen_jax.agent.image_observations import tile_of, with_images
 from ragen_jax.agent.outside_pool import OutsidePool
 from ragen_jax.agent.pool import FAULT_MESSAGE, Pool, PoolStep
 from ragen_jax.agent.segments import Observation
+from ragen_jax.envs.base import Environment
 from ragen_jax.envs.outside.base import read_reward
 from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
@@ -36,41 +39,27 @@ def make_pool(spec: EnvSpec, rows: int, group_size: int, processor: ProcessorCon
   return kind(spec, rows, group_size, processor)
 
 
-class JaxPool(Pool):
-  """The rows of one environment in JAX.
+def _programs_of(env: Environment) -> tuple[Callable, Callable]:
+  """The programs that reset and step rows of an environment; equal environments, as of two tags, share them."""
+  try:
+    hash(env)
+  except TypeError:  # a field that is a list, for example
+    return _programs.__wrapped__(env)
+  return _programs(env)
 
-  Attributes:
-    states: the states of the rows, with NumPy leaves [rows, ...].
-    fresh_states: the states right after `reset`.
-  """
 
-  outside = False
-
-  def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
-    super().__init__(spec, rows, group_size, processor)
-    self._draw = None
-    if processor is not None and spec.tile is not None:
-      tile = tile_of(spec, processor)
-      self._draw = jax.jit(jax.vmap(lambda state: spec.env.pixels(state, tile)))
-    self._warned = False
-    self._reset = jax.jit(self._reset_rows)
-    self._step = jax.jit(self._step_rows)
-
-  @property
-  def done(self) -> np.ndarray:
-    return np.asarray(self.states.done)
-
-  @property
-  def success(self) -> np.ndarray:
-    return np.asarray(self.states.success)
-
-  def _reset_rows(self, seeds, members):
+@functools.lru_cache(maxsize=64)
+def _programs(env: Environment) -> tuple[Callable, Callable]:
+  @jax.jit
+  def reset(seeds, members):
+    """The states of rows, and the keys of the randomness of their games."""
     keys = jax.vmap(jax.random.key)(seeds)
     # The level depends on the group's seed only; the randomness of the game also depends on the member.
     luck = jax.vmap(lambda key, member: jax.random.fold_in(jax.random.fold_in(key, 1), member))(keys, members)
-    return jax.vmap(self.spec.env.reset)(keys), luck
+    return jax.vmap(env.reset)(keys), luck
 
-  def _step_rows(self, states, actions, count, used, luck):
+  @jax.jit
+  def step(states, actions, count, used, luck, limit):
     """The new states, rewards f32[rows, A], and the numbers of executed and of effective actions, i32[rows] each.
 
     Args:
@@ -78,9 +67,8 @@ class JaxPool(Pool):
       count: i32[rows], number of actions to execute.
       used: i32[rows], number of actions executed in earlier turns.
       luck: [rows], keys of the randomness of the game.
+      limit: number of actions after which an episode ends.
     """
-    self.traces += 1
-    env, limit = self.spec.env, self.spec.budget.max_actions
 
     def one_row(state, actions, count, used, key):
       def one_action(carry, xs):
@@ -98,6 +86,36 @@ class JaxPool(Pool):
 
     return jax.vmap(one_row)(states, actions, count, used, luck)
 
+  return reset, step
+
+
+class JaxPool(Pool):
+  """The rows of one environment in JAX.
+
+  Attributes:
+    states: the states of the rows, with NumPy leaves [rows, ...].
+    fresh_states: the states right after `reset`.
+  """
+
+  outside = False
+
+  def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
+    super().__init__(spec, rows, group_size, processor)
+    self._draw = None
+    if processor is not None and spec.tile is not None:
+      tile = tile_of(spec, processor)
+      self._draw = jax.jit(jax.vmap(lambda state: spec.env.pixels(state, tile)))
+    self._warned = False
+    self._reset, self._step = _programs_of(spec.env)
+
+  @property
+  def done(self) -> np.ndarray:
+    return np.asarray(self.states.done)
+
+  @property
+  def success(self) -> np.ndarray:
+    return np.asarray(self.states.success)
+
   def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
     self._device_states, self._luck = self._reset(jnp.asarray(seeds, jnp.uint32), jnp.asarray(members, jnp.uint32))
     self.used = np.zeros((self.rows,), np.int32)
@@ -105,7 +123,7 @@ class JaxPool(Pool):
     self.states = self.fresh_states = jax.device_get(self._device_states)
 
   def _stepped(self, actions: list[list[Any]]) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
-    """The results of `_step_rows` for the actions of a turn."""
+    """The results of the step for the actions of a turn."""
     width = self.spec.budget.max_actions_per_turn
     table = np.zeros((self.rows, width, *self.spec.env.action_shape), np.int32)
     count = np.zeros((self.rows,), np.int32)
@@ -115,7 +133,7 @@ class JaxPool(Pool):
       count[i] = min(len(row_actions), width)
       for j, action in enumerate(row_actions[:width]):
         table[i, j] = action
-    return self._step(self._device_states, table, count, self.used, self._luck)
+    return self._step(self._device_states, table, count, self.used, self._luck, self.spec.budget.max_actions)
 
   def states_after(self, actions: list[list[Any]]) -> Any:
     """The states, with NumPy leaves [rows, ...], that `step` would lead to; the pool does not change."""

@@ -20,12 +20,9 @@ def tiny():
   return ChatTokenizer(presets.resolve('tiny', ''))
 
 
-def test_the_chat_format_is_the_tokenizer_s_own_template(qwen_tokenizer_dir, tiny):
+def test_the_chat_format_is_the_tokenizer_s_own_template(qwen_tokenizer_dir, qwen_tokenizer, tiny):
   transformers = pytest.importorskip('transformers')
-  for directory, tokenizer in (
-    (qwen_tokenizer_dir, ChatTokenizer(qwen_tokenizer_dir)),
-    (presets.resolve('tiny', ''), tiny),
-  ):
+  for directory, tokenizer in ((qwen_tokenizer_dir, qwen_tokenizer), (presets.resolve('tiny', ''), tiny)):
     reference = transformers.AutoTokenizer.from_pretrained(str(directory))
     messages = [
       {'role': 'system', 'content': SYSTEM},
@@ -38,12 +35,11 @@ def test_the_chat_format_is_the_tokenizer_s_own_template(qwen_tokenizer_dir, tin
     assert ours + as_text(tokenizer.following('two', '', closed=True)) == expected
 
 
-def test_qwen_tokenizer_passes_its_vectors(qwen_tokenizer_dir):
-  tokenizer = ChatTokenizer(qwen_tokenizer_dir)
+def test_qwen_tokenizer_passes_its_vectors(qwen_tokenizer_dir, qwen_tokenizer):
   vectors = json.loads((qwen_tokenizer_dir / 'encode_vectors.json').read_text())
   assert len(vectors) > 30
   for vector in vectors:
-    assert list(tokenizer.encode(vector['text'])) == vector['ids'], vector['text']
+    assert list(qwen_tokenizer.encode(vector['text'])) == vector['ids'], vector['text']
 
 
 @settings(deadline=None)
@@ -53,9 +49,9 @@ def test_the_built_in_tokenizer_reads_back_every_text(text):
   assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize('NFC', text)
 
 
-def test_the_bytes_of_tokens_are_those_of_the_text(qwen_tokenizer_dir, tiny):
+def test_the_bytes_of_tokens_are_those_of_the_text(qwen_tokenizer, tiny):
   text = 'a <tool_call> é🙂日本 <think>\n\n' + ''.join(map(chr, range(1, 0x250)))
-  for tokenizer in (ChatTokenizer(qwen_tokenizer_dir), tiny):
+  for tokenizer in (qwen_tokenizer, tiny):
     ids = tokenizer.encode_once(text)
     assert ids == tokenizer.encode(text)
     joined = b''.join(tokenizer.token_bytes(i) for i in ids)
@@ -64,9 +60,9 @@ def test_the_bytes_of_tokens_are_those_of_the_text(qwen_tokenizer_dir, tiny):
     assert tokenizer.token_bytes(tokenizer.size + 10**6) == b''
 
 
-def test_the_tokens_up_to_a_tag_are_the_fewest_whose_text_has_it(qwen_tokenizer_dir, tiny):
+def test_the_tokens_up_to_a_tag_are_the_fewest_whose_text_has_it(qwen_tokenizer, tiny):
   text = 'è<think><observation>日本 </observation><reasoning></reasoning></think> </observation>🙂'
-  for tokenizer in (ChatTokenizer(qwen_tokenizer_dir), tiny):
+  for tokenizer in (qwen_tokenizer, tiny):
     ids = tokenizer.encode(text)
     for tag in ('<observation>', '</observation>', '</reasoning>', '</think>'):
       fewest = next(n for n in range(1, len(ids) + 1) if tag in tokenizer.decode(ids[:n]))
@@ -75,8 +71,8 @@ def test_the_tokens_up_to_a_tag_are_the_fewest_whose_text_has_it(qwen_tokenizer_
     assert tokenizer.count_until(ids, '</prediction>') == tokenizer.count_until((), 'a') == 0
 
 
-def test_added_tokens_are_listed_with_their_ids(qwen_tokenizer_dir, tiny):
-  for tokenizer in (ChatTokenizer(qwen_tokenizer_dir), tiny):
+def test_added_tokens_are_listed_with_their_ids(qwen_tokenizer, tiny):
+  for tokenizer in (qwen_tokenizer, tiny):
     assert set(tokenizer.specials) < set(tokenizer.added)
     for text, id_ in tokenizer.added.items():
       assert tokenizer.encode(text) == (id_,)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_jax import build
-from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.chat_template import CHATML, ChatFormat
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import Turn
@@ -64,8 +63,8 @@ def test_segments_equal_the_whole_conversation_with_the_built_in_tokenizer(tiny,
 
 
 @each_form
-def test_segments_equal_the_whole_conversation_with_the_qwen_tokenizer(qwen_tokenizer_dir, specs, form):
-  _check_segments(ChatTokenizer(qwen_tokenizer_dir), specs, form)
+def test_segments_equal_the_whole_conversation_with_the_qwen_tokenizer(qwen_tokenizer, specs, form):
+  _check_segments(qwen_tokenizer, specs, form)
 
 
 def test_a_reply_without_the_stop_token_is_closed_by_the_next_prompt(tiny, specs):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ragen_jax.agent.agent_proxy import AgentProxy
-from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.episode import TRUNCATED, Status, TextReply
 from ragen_jax.agent.metrics import episode_metrics
@@ -201,9 +200,9 @@ def _paid_by_a_loop(tokenizer, turn, settings):
   ],
 )
 def test_rewards_of_replies_are_those_of_a_loop_over_their_tokens(
-  tiny, qwen_tokenizer_dir, make, said, tokenizer, tag, form, place, context
+  tiny, qwen_tokenizer, make, said, tokenizer, tag, form, place, context
 ):
-  tokenizer = tiny if tokenizer == 'tiny' else ChatTokenizer(qwen_tokenizer_dir)
+  tokenizer = tiny if tokenizer == 'tiny' else qwen_tokenizer
   settings = ReplyRewardSettings(format_reward=0.5, state_reward=0.3, state_floor=0.2, state_place=place)
   proxy = make(tag, form, tokenizer, context, replies=settings)
   script = said(tag, form, proxy.context.reply_prefix)

@@ -83,7 +83,7 @@ def load_params(
   files = _weight_files(directory)
   wanted = {w.name: w for w in weights(cfg)}
   _check_tensors(directory, files, wanted, cfg, ignore_head)
-  leaves = dict(nnx.to_flat_state(nnx.split(abstract_model(cfg, param_dtype=param_dtype))[1]))
+  leaves = dict(nnx.to_flat_state(nnx.split(abstract_model(cfg))[1]))
   for file in files:
     with _open(file) as tensors:
       for name in tensors.offset_keys():

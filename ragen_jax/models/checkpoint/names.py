@@ -161,8 +161,9 @@ def weights(cfg: QwenConfig) -> tuple[Weight, ...]:
   return tuple(found)
 
 
+@functools.lru_cache(maxsize=8)  # a model of many layers takes a second
 def abstract_model(cfg: QwenConfig, **kwargs: Any) -> Qwen:
-  """A `Qwen` whose parameters are shapes and types only; `kwargs` are those of `Qwen`."""
+  """A `Qwen` whose parameters are shapes and types only; `kwargs` are those of `Qwen`. Callers do not change it."""
   return nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), **kwargs))
 
 

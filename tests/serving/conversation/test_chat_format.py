@@ -27,8 +27,8 @@ def tiny():
 
 
 @pytest.fixture(scope='module')
-def qwen(qwen_tokenizer_dir):
-  return ChatTokenizer(qwen_tokenizer_dir)
+def qwen(qwen_tokenizer):
+  return qwen_tokenizer
 
 
 @pytest.fixture(scope='module')
