@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # workers inherit the variable
   _CACHE = tempfile.TemporaryDirectory(prefix='ragen-jax-tests-')
   os.environ['JAX_COMPILATION_CACHE_DIR'] = _CACHE.name
-os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.03')
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')  # to read one takes 0.1 s
 # No test connects to a model hub.
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
@@ -37,17 +37,17 @@ from tests.support.paths import ROOT
 def pytest_configure(config: pytest.Config) -> None:
   """Lets tests compile in a fifth of the time: the compiled programs run for moments.
 
-  Parts of a program that are compiled at the same time take more time together, and the workers use all cores. Slow
-  tests keep XLA's emitters of fusions, and the lines of the source in programs, a third of the time of lowering. Tests
-  need none of this.
+  Parts of a program that are compiled at the same time take more time together, and the workers use all cores. Tests
+  need neither XLA's emitters of fusions nor the lines of the source in programs, a third of the time of lowering.
   """
   if os.environ['JAX_PLATFORMS'] != 'cpu' or 'PYTEST_XDIST_WORKER' in os.environ:  # workers inherit the variable
     return
-  flags = ['--xla_backend_optimization_level=0', '--xla_cpu_parallel_codegen_split_count=1']
-  if config.option.markexpr == 'not slow':
-    flags.append('--xla_cpu_use_fusion_emitters=false')
-    os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'
-    jax.config.update('jax_traceback_in_locations_limit', 0)
+  flags = [
+    '--xla_backend_optimization_level=0', '--xla_cpu_parallel_codegen_split_count=1',
+    '--xla_cpu_use_fusion_emitters=false',
+  ]  # fmt: skip
+  os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'
+  jax.config.update('jax_traceback_in_locations_limit', 0)
   given = os.environ.get('XLA_FLAGS', '')
   all_of_them = ' '.join([given, *flags]).strip()
   os.environ['XLA_FLAGS'] = all_of_them if _starts(all_of_them) else ' '.join([given, *filter(_starts, flags)]).strip()
