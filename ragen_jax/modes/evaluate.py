@@ -58,7 +58,7 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
 
   Raises:
     UserError: the config cannot be run; there is no such checkpoint, or it belongs to another config; the endpoint
-      cannot be reached; a file cannot be written.
+      cannot be reached; a file cannot be written; an environment failed in all episodes (the results are written).
     Diverged: log-probs, entropies or values of the policy are not finite.
   """
   if jax.process_count() > 1:
@@ -87,7 +87,15 @@ def _evaluate(config: ConfigDict, workdir: str | StagedWorkdir, given: bool) -> 
   write_row_events(workdir, name, step or 0, rows)
   paths = [address(path, workdir) for path in (path, page) if path]
   _show(config, step, workdir, rows, paths)
+  _check_played(rows)
   return content | {'path': paths[0]}
+
+
+def _check_played(rows: list[EvaluationRow]) -> None:
+  """Raises UserError if an environment failed in every episode of a row, whose numbers then mean nothing."""
+  for row in rows:
+    if 'env_errors' in row.metrics and row.metrics['env_errors'].mean == 1:
+      raise UserError(f'envs.{row.tag}: the environment failed in all {row.episodes} episodes of {row.policy}')
 
 
 def _head(config: ConfigDict, step: int | None, trained_on: list[str]) -> dict[str, Any]:

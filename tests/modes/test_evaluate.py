@@ -26,6 +26,7 @@ from ragen_jax.viewer.store import read_episodes
 from tests.support.chat_server import server
 from tests.support.configs import small_config
 from tests.support.events import read_events
+from tests.support.experts import expert_section
 from tests.support.paths import ROOT
 from tests.support.processes import copy_main
 
@@ -282,6 +283,20 @@ def test_what_cannot_be_evaluated_is_told_in_one_line(full_run, monkeypatch, fie
     evaluate.evaluate(config, str(workdir), given=True)
   assert '\n' not in str(e.value)
   assert sorted(p for p in workdir.rglob('*') if p.is_file()) == before
+
+
+def test_an_environment_that_fails_in_all_episodes_fails_the_evaluation_whose_results_stay(tmp_path):
+  config = small_config(
+    eval__step='none', eval__baselines=('random', 'solver'), eval__groups=4, eval__tags=('Sums', 'Away')
+  )
+  with config.unlocked():
+    config.envs.Sums, config.envs.Away = expert_section(), expert_section('Away')
+  with pytest.raises(UserError, match=r'^envs\.Away: the environment failed in all 2 episodes of random$'):
+    evaluate.evaluate(config, str(tmp_path))
+  (path,) = tmp_path.glob('evaluation/*.json')
+  rows = json.loads(path.read_text())['rows']
+  assert {row['tag'] for row in rows} == {'Sums', 'Away'}
+  assert {row['metrics']['env_errors']['mean'] for row in rows if row['tag'] == 'Sums'} == {0}
 
 
 def test_a_workdir_that_was_named_and_has_no_checkpoint_does_not_pass_for_a_model(tmp_path):

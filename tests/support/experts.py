@@ -49,6 +49,13 @@ class Troubled(Sums):
     return super().step(action)
 
 
+class Away(Sums):
+  """Cannot be played."""
+
+  def step(self, action):
+    raise OSError('the server is away')
+
+
 class Wordy(Sums):
   """Its thoughts hold what no thought may, for two seeds."""
 
