@@ -148,7 +148,7 @@ def _play_over_http(url, **options):
 
 @pytest.mark.parametrize('name', CONTENT)
 def test_a_server_that_lies_costs_its_episodes(name, monkeypatch):
-  monkeypatch.setattr('ragen_jax.envs.outside.http._LARGEST_ANSWER_MIB', 1 if 'flood' in name else 64)
+  monkeypatch.setattr('ragen_jax.envs.outside.timed_http._LARGEST_ANSWER_MIB', 1 if 'flood' in name else 64)
   lie, part = CONTENT[name]
   with _server_that(lie) as url:
     assert part in _play_over_http(url, timeout_s=60.0)

@@ -15,22 +15,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import http.client
 import json
 import logging
 import pathlib
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ragen_jax.envs.dataset.bm25 import Bm25Index, as_passage, read_corpus
 from ragen_jax.envs.dataset.tools import Tool, WrongArguments, cut
+from ragen_jax.envs.dataset.verifiers import INSTALL
 from ragen_jax.envs.options import check_choice, check_integer, check_seconds, check_whole_number, is_number
-from ragen_jax.envs.outside.timed_http import make_opener
-from ragen_jax.utils.errors import describe_error, one_line, short
-from ragen_jax.utils.retry import pause_s
+from ragen_jax.envs.outside.timed_http import JsonRequests, NoAnswer
+from ragen_jax.utils.errors import one_line, short
 from ragen_jax.utils.threads import Fault, run_calls
 
 _log = logging.getLogger(__name__)
@@ -42,15 +38,10 @@ _BM25, _MOCK = 'bm25:', 'mock'
 _ALLOWED = f"'{_BM25}PATH.jsonl', 'http://host:port' or https, {_MOCK!r}"
 _PROTOCOLS = ('ragen', 'search_r1')
 _LARGEST_CORPUS = 4 << 30  # bytes; an index of it takes several times as much memory
-_LARGEST_ANSWER_MIB = 64
-_CHUNK = 1 << 16
-_LONGEST_WAIT_S = 30.0
-_RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
 _MOST_FAILURES = 3  # requests of a batch
 # FAISS fills up a list of too few hits with the id -1 and the lowest or highest float32 as a score. Servers that take
 # the id for an index return the last passage of the corpus.
 _NO_SCORE = 1e30
-_EXTRA = 'pip install -r requirements-data.txt'
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,7 +187,7 @@ class Bm25Retriever(Retriever):
     except UnicodeDecodeError as e:
       raise ValueError(f'{option}: is not UTF-8') from e
     except ImportError as e:
-      raise ValueError(f'{option}: needs a package that is not installed: {_EXTRA}') from e
+      raise ValueError(f'{option}: needs a package that is not installed: {INSTALL}') from e
     except ValueError as e:
       raise ValueError(f'{option}: {e}') from e
 
@@ -226,14 +217,6 @@ def _read_index(path: pathlib.Path, size: int, modified_ns: int) -> Bm25Index:
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 
-class _RequestFailed(Exception):
-  """A request has no usable answer after all tries."""
-
-
-class _ServerAway(_RequestFailed):
-  """There was no whole answer: other requests would wait in vain, too."""
-
-
 class HttpRetriever(Retriever):
   """Asks a server. Several requests of a batch are sent at a time.
 
@@ -250,7 +233,7 @@ class HttpRetriever(Retriever):
     self._options = options
     self._url = options.retriever.rstrip('/').removesuffix('/retrieve') + '/retrieve'
     self._is_batched = options.protocol == 'search_r1'
-    self._opener = make_opener()
+    self._requests = JsonRequests(options.timeout_s, options.retries + 1, options.backoff_s)
 
   def check(self) -> None:
     """See `Retriever`: sends one query."""
@@ -267,32 +250,30 @@ class HttpRetriever(Retriever):
     size = o.batch_size if self._is_batched else 1
 
     def send(part: Sequence[str]) -> list[list[str] | Fault]:
-      away = [e for e in failures if isinstance(e, _ServerAway)]
+      away = [e for e in failures if e.away]
       if not away and len(failures) < _MOST_FAILURES:
         try:
           return self._ask(part, top_k)
-        except _RequestFailed as e:
+        except NoAnswer as e:
           failures.append(e)
           return [Fault('search got no answer', str(e))] * len(part)
       return [Fault('search got no answer', str((away or failures)[0]))] * len(part)
 
     parts = [queries[i : i + size] for i in range(0, len(queries), size)]
-    # Tries and waits have their own limits; this limit covers all other calls, such as the look-up of the host.
-    limit = (o.retries + 2) * o.timeout_s + sum(map(self._wait_s, range(1, o.retries + 1)))
     calls = [functools.partial(send, part) for part in parts]
-    results = run_calls(calls, what='search', workers=o.workers, timeout_s=limit, owner=self)
+    results = run_calls(calls, what='search', workers=o.workers, timeout_s=self._requests.longest_s, owner=self)
     found: list[list[str] | Fault] = []
     for part, (result, fault) in zip(parts, results, strict=True):
       found += result if fault is None else [fault] * len(part)
     return found
 
   def _ask(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
-    """The passages for the queries of one request; raises _RequestFailed."""
+    """The passages for the queries of one request; raises NoAnswer."""
     if self._is_batched:
       body: dict[str, Any] = {'queries': list(queries), 'topk': top_k, 'return_scores': True}
     else:
       body = {'query': queries[0], 'top_k': top_k}
-    lists = self._post(body, lambda answer: self._lists(answer, len(queries)))
+    lists = self._requests.post(self._url, body, lambda answer: self._lists(json.loads(answer), len(queries)))
     return [_read_hits(hits, top_k) for hits in lists]
 
   def _lists(self, answer: Any, count: int) -> list[Any]:
@@ -304,57 +285,6 @@ class HttpRetriever(Retriever):
     if len(lists) != count:
       raise ValueError(f'{count} queries were sent, {len(lists)} results came back')
     return lists
-
-  def _post(self, body: Mapping[str, Any], read: Callable[[Any], list[Any]]) -> list[Any]:
-    """Sends one request, with retries, and returns what `read` makes of its answer.
-
-    Args:
-      read: raises ValueError if the answer is not of the protocol, which another try may change.
-
-    Raises:
-      _RequestFailed: no try had a usable answer.
-    """
-    o, tries = self._options, self._options.retries + 1
-    failed: type[_RequestFailed] = _RequestFailed
-    for i in range(tries):
-      if i:
-        time.sleep(self._wait_s(i))
-      try:
-        headers = {'Content-Type': 'application/json'}
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers, method='POST')
-        return read(json.loads(self._receive(request)))
-      except urllib.error.HTTPError as e:
-        failed, reason = _RequestFailed, f'status {e.code} {e.reason}'
-        e.close()
-        if e.code not in _RETRY_STATUS:
-          raise _RequestFailed(f'{self._url}: {reason}') from e
-      except TimeoutError:
-        failed, reason = _ServerAway, f'no whole answer in {o.timeout_s:g} s'
-      except (OSError, http.client.HTTPException) as e:
-        failed, reason = _ServerAway, describe_error(e)
-      except (ValueError, RecursionError) as e:
-        failed, reason = _RequestFailed, describe_error(e)
-    raise failed(f'{self._url}: {reason}, {tries} tries')
-
-  def _wait_s(self, tried: int) -> float:
-    """Seconds to wait after this many tries, at least 1."""
-    return pause_s(tried, self._options.backoff_s, _LONGEST_WAIT_S)
-
-  def _receive(self, request: urllib.request.Request) -> bytes:
-    """The body of the answer to one request.
-
-    Raises:
-      OSError: the whole answer takes longer than `timeout_s`, or there is no answer.
-      _RequestFailed: the answer is too large; another try would not help.
-    """
-    with self._opener.open(request, timeout=self._options.timeout_s) as response:
-      parts, size = [], 0
-      while part := response.read1(_CHUNK):
-        parts.append(part)
-        size += len(part)
-        if size > _LARGEST_ANSWER_MIB << 20:
-          raise _RequestFailed(f'{self._url}: the answer is larger than {_LARGEST_ANSWER_MIB} MiB')
-      return b''.join(parts)
 
 
 def _read_hits(hits: Any, top_k: int) -> list[str] | Fault:

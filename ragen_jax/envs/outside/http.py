@@ -26,11 +26,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import http.client
 import json
 import logging
 import socket
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -49,21 +47,11 @@ from ragen_jax.envs.options import (
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
 from ragen_jax.envs.outside.images import ImageForm, check_image_options, decode_images
-from ragen_jax.envs.outside.timed_http import make_opener
+from ragen_jax.envs.outside.timed_http import JsonRequests, NoAnswer
 from ragen_jax.utils.errors import describe_error, short
-from ragen_jax.utils.retry import pause_s
 from ragen_jax.utils.threads import Fault, run_calls
 
-_LONGEST_WAIT_S = 30.0
-_RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
-_CHUNK = 1 << 16
-_LARGEST_ANSWER_MIB = 64
-
 _log = logging.getLogger(__name__)
-
-
-class ServerError(Exception):
-  """The server refused a request, or no attempt had a usable answer."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,7 +159,7 @@ class HttpSession(Session):
     self._client, self._count = uuid.uuid4().hex, 0
     self._ids: dict[int, str] = {}  # row -> id of its episode on the server
     self._steps = [0] * rows
-    self._opener = make_opener()
+    self._requests = JsonRequests(env.timeout_s, env.retries + 1, env.backoff_s)
     self._warned_of_end = False
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
@@ -212,23 +200,29 @@ class HttpSession(Session):
 
   def _ask(self, what: str, rows: Sequence[int], episodes: list[dict[str, Any]], **common: Any) -> list[Any]:
     """The answer of each episode, a mapping or a `Fault`; {} for each episode that is closed."""
-    env, size = self._env, self._env.batch_size
-    tries = 1 if what == 'close' else env.retries + 1
-    failures: list[str] = []
+    env, size, failures = self._env, self._env.batch_size, []
+    requests = dataclasses.replace(self._requests, tries=1) if what == 'close' else self._requests
+    url = f'{env.url.rstrip("/")}/{what}'
+
+    def read(answer: bytes, count: int) -> list[Any]:
+      if what == 'close':
+        return [{}] * count
+      found = json.loads(answer)['episodes']
+      if not isinstance(found, list) or len(found) != count:
+        raise ValueError(f'{count} episodes were sent, another number came back')
+      return found
 
     def send(part: list[dict[str, Any]]) -> list[Any]:
       if not failures:
         try:
-          return self._post(what, {**common, 'episodes': part}, tries)
-        except ServerError as e:
+          return requests.post(url, {**common, 'episodes': part}, functools.partial(read, count=len(part)))
+        except NoAnswer as e:
           failures.append(str(e))
       return [Fault(f'{what} got no answer', failures[0])] * len(part)
 
     parts = [episodes[i : i + size] for i in range(0, len(episodes), size)]
     calls = [functools.partial(send, part) for part in parts]
-    # Tries and waits have their own limits; this limit covers all other calls, such as the look-up of the host.
-    limit = (tries + 1) * env.timeout_s + sum(map(self._wait_s, range(1, tries)))
-    results = run_calls(calls, what=what, workers=env.workers, timeout_s=limit, owner=env)
+    results = run_calls(calls, what=what, workers=env.workers, timeout_s=requests.longest_s, owner=env)
     answers: list[Any] = []
     for part, (result, fault) in zip(parts, results, strict=True):
       answers += result if fault is None else [fault] * len(part)
@@ -236,52 +230,6 @@ class HttpSession(Session):
       if isinstance(answer, Fault):
         self._ids.pop(row, None)  # nothing remains to be closed
     return [_read(what, episode['id'], answer) for episode, answer in zip(episodes, answers, strict=True)]
-
-  def _post(self, what: str, body: dict[str, Any], tries: int) -> list[Any]:
-    """Sends one request, with retries, and returns the answers of its episodes; ServerError if no attempt succeeds."""
-    url = f'{self._env.url.rstrip("/")}/{what}'
-    data = json.dumps(body).encode()
-    for i in range(tries):
-      if i:
-        time.sleep(self._wait_s(i))
-      try:
-        request = urllib.request.Request(url, data, {'Content-Type': 'application/json'}, method='POST')
-        answer = self._receive(request)
-        if what == 'close':
-          return [{}] * len(body['episodes'])
-        episodes = json.loads(answer)['episodes']
-        if not isinstance(episodes, list) or len(episodes) != len(body['episodes']):
-          raise ValueError(f'{len(body["episodes"])} episodes were sent, another number came back')
-        return episodes
-      except urllib.error.HTTPError as e:
-        reason = f'status {e.code} {e.reason}'
-        e.close()
-        if e.code not in _RETRY_STATUS:
-          raise ServerError(f'{url}: {reason}') from e
-      except TimeoutError:
-        reason = f'no whole answer in {self._env.timeout_s:g} s'
-      except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as e:
-        reason = f'{type(e).__name__}: {e}'
-    raise ServerError(f'{url}: {reason}, {tries} tries')
-
-  def _wait_s(self, tried: int) -> float:
-    """Seconds to wait after this many tries, at least 1."""
-    return pause_s(tried, self._env.backoff_s, _LONGEST_WAIT_S)
-
-  def _receive(self, request: urllib.request.Request) -> bytes:
-    """The body of the answer to one request.
-
-    Raises OSError if the whole answer takes longer than `timeout_s` or there is none, and ServerError if it is too
-    large, since another try would not help.
-    """
-    with self._opener.open(request, timeout=self._env.timeout_s) as response:
-      parts, size = [], 0
-      while part := response.read1(_CHUNK):
-        parts.append(part)
-        size += len(part)
-        if size > _LARGEST_ANSWER_MIB << 20:
-          raise ServerError(f'{request.full_url}: the answer is larger than {_LARGEST_ANSWER_MIB} MiB')
-      return b''.join(parts)
 
 
 def _read(what: str, episode: str, answer: Any) -> Mapping[str, Any] | Fault:

@@ -1,4 +1,4 @@
-"""HTTP requests with one time limit for the whole exchange.
+"""HTTP requests with one time limit for the whole exchange, and tries of requests with JSON.
 
 The time limit of a socket is that of one read. A server that sends a byte before each limit, in the status line, in
 headers, in answers `100 Continue` or in the body, would hold a request for ever.
@@ -6,12 +6,108 @@ headers, in answers `100 Continue` or in the body, would hold a request for ever
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import http.client
 import io
+import json
 import socket
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
+
+from ragen_jax.utils.errors import describe_error
+from ragen_jax.utils.retry import pause_s
+
+_LONGEST_WAIT_S = 30.0
+_RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
+_CHUNK = 1 << 16
+_LARGEST_ANSWER_MIB = 64
+
+
+class NoAnswer(Exception):
+  """A request has no usable answer after all tries; `away` if there was no whole answer: others would wait in vain."""
+
+  def __init__(self, message: str, away: bool = False):
+    super().__init__(message)
+    self.away = away
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonRequests:
+  """Sends requests, and sends them again where that may help.
+
+  Attributes:
+    timeout_s: seconds of one try.
+    tries: number of tries.
+    backoff_s: seconds before the second try; each further wait is twice as long, up to 30 s.
+  """
+
+  timeout_s: float
+  tries: int
+  backoff_s: float
+
+  @property
+  def longest_s(self) -> float:
+    """More seconds than all tries take; a limit for what has none of its own, such as the look-up of the host."""
+    return (self.tries + 1) * self.timeout_s + sum(map(self._wait_s, range(1, self.tries)))
+
+  def post(self, url: str, body: dict[str, Any], read: Callable[[bytes], Any]) -> Any:
+    """Sends `body`, and returns what `read` makes of the answer.
+
+    Args:
+      url: the address.
+      body: what JSON can say.
+      read: raises ValueError, KeyError or TypeError for a wrong answer, which another try may change.
+
+    Raises:
+      NoAnswer: no try had a usable answer.
+    """
+    data, is_away = json.dumps(body).encode(), False
+    for i in range(self.tries):
+      if i:
+        time.sleep(self._wait_s(i))
+      try:
+        request = urllib.request.Request(url, data, {'Content-Type': 'application/json'}, method='POST')
+        return read(self._receive(request))
+      except urllib.error.HTTPError as e:
+        is_away, reason = False, f'status {e.code} {e.reason}'
+        e.close()
+        if e.code not in _RETRY_STATUS:
+          raise NoAnswer(f'{url}: {reason}') from e
+      except TimeoutError:
+        is_away, reason = True, f'no whole answer in {self.timeout_s:g} s'
+      except (OSError, http.client.HTTPException) as e:
+        is_away, reason = True, describe_error(e)
+      except (ValueError, KeyError, TypeError, RecursionError) as e:
+        is_away, reason = False, describe_error(e)
+    raise NoAnswer(f'{url}: {reason}, {self.tries} tries', is_away)
+
+  def _wait_s(self, tried: int) -> float:
+    """Seconds to wait after this many tries, at least 1."""
+    return pause_s(tried, self.backoff_s, _LONGEST_WAIT_S)
+
+  @functools.cached_property
+  def _opener(self) -> urllib.request.OpenerDirector:
+    return make_opener()
+
+  def _receive(self, request: urllib.request.Request) -> bytes:
+    """The body of the answer to one request.
+
+    Raises:
+      OSError: the whole answer takes longer than `timeout_s`, or there is no answer.
+      NoAnswer: the answer is too large; another try would not help.
+    """
+    with self._opener.open(request, timeout=self.timeout_s) as response:
+      parts, size = [], 0
+      while part := response.read1(_CHUNK):
+        parts.append(part)
+        size += len(part)
+        if size > _LARGEST_ANSWER_MIB << 20:
+          raise NoAnswer(f'{request.full_url}: the answer is larger than {_LARGEST_ANSWER_MIB} MiB')
+      return b''.join(parts)
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -264,7 +264,7 @@ def test_what_is_refused_is_not_tried_again(server):
 
 
 def test_an_answer_that_is_too_large_is_not_read_to_its_end(server, monkeypatch):
-  monkeypatch.setattr('ragen_jax.envs.dataset.search._LARGEST_ANSWER_MIB', 1)
+  monkeypatch.setattr('ragen_jax.envs.outside.timed_http._LARGEST_ANSWER_MIB', 1)
   server.trouble = lambda body, number: (200, b' ' * (1 << 21))
   (fault,) = search(connect(server), 'city')
   assert str(fault).endswith('/retrieve: the answer is larger than 1 MiB') and len(server.requests) == 1
@@ -272,7 +272,7 @@ def test_an_answer_that_is_too_large_is_not_read_to_its_end(server, monkeypatch)
 
 def test_the_waits_between_tries_double(server, monkeypatch):
   waits = []
-  stop_clock(monkeypatch, 'ragen_jax.envs.dataset.search', sleep=waits.append)
+  stop_clock(monkeypatch, 'ragen_jax.envs.outside.timed_http', sleep=waits.append)
   server.trouble = lambda body, number: (503, b'')
   search(connect(server, retries=8, backoff_s=0.5), 'city')
   assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]

@@ -151,13 +151,13 @@ def test_an_answer_that_is_too_late_is_asked_for_again_and_no_action_is_carried_
 
   server.trouble = late
   session, tries = connect(server, retries=1).open(4), itertools.count(1)
-  opener = session._opener
+  opener = session._requests._opener
 
   def open_(request, timeout):
     assert timeout == 60.0
     return opener.open(request, timeout=0.1 if next(tries) % 2 else timeout)  # the first of two requests expires
 
-  session._opener = types.SimpleNamespace(open=open_)
+  vars(session._requests)['_opener'] = types.SimpleNamespace(open=open_)
   _check_that_every_action_takes_two_requests(server, session)
 
 
@@ -181,7 +181,7 @@ def test_tries_are_counted_and_what_is_refused_is_not_tried_again(server):
 
 def test_the_waits_between_tries_double(server, monkeypatch):
   waits = []
-  stop_clock(monkeypatch, 'ragen_jax.envs.outside.http', sleep=waits.append)
+  stop_clock(monkeypatch, 'ragen_jax.envs.outside.timed_http', sleep=waits.append)
   server.trouble = lambda now, path, number: (503, b'') if now == 'before' else None
   connect(server, retries=8, backoff_s=0.5).open(1).reset([0], [1], [0])
   assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
@@ -234,7 +234,7 @@ def test_a_server_that_trickles_is_cut_off(server, monkeypatch):
 
 
 def test_an_answer_that_is_too_large_is_not_read_to_its_end(server, monkeypatch):
-  monkeypatch.setattr('ragen_jax.envs.outside.http._LARGEST_ANSWER_MIB', 1)
+  monkeypatch.setattr('ragen_jax.envs.outside.timed_http._LARGEST_ANSWER_MIB', 1)
   server.trouble = lambda now, path, number: (200, b' ' * (1 << 21)) if now == 'after' else None
   fault = connect(server, retries=3).open(1).reset([0], [1], [0])[0]
   assert str(fault).endswith('/reset: the answer is larger than 1 MiB') and len(server.requests) == 1
