@@ -38,6 +38,7 @@ _BM25, _MOCK = 'bm25:', 'mock'
 _ALLOWED = f"'{_BM25}PATH.jsonl', 'http://host:port' or https, {_MOCK!r}"
 _PROTOCOLS = ('ragen', 'search_r1')
 _LARGEST_CORPUS = 4 << 30  # bytes; an index of it takes several times as much memory
+_OF_SERVERS = ('protocol', 'retries', 'backoff_s', 'batch_size', 'workers')
 _MOST_FAILURES = 3  # requests of a batch
 # FAISS fills up a list of too few hits with the id -1 and the lowest or highest float32 as a score. Servers that take
 # the id for an index return the last passage of the corpus.
@@ -102,6 +103,13 @@ class SearchTool(Tool):
     else:
       raise ValueError(f'{where}: retriever={one_line(retriever)}; allowed: {_ALLOWED}')
     object.__setattr__(self, '_chosen', chosen)
+    others = () if isinstance(chosen, HttpRetriever) else _OF_SERVERS
+    for field in dataclasses.fields(self):
+      if field.name in others and getattr(self, field.name) != field.default:
+        raise ValueError(
+          f'{where}: {field.name}={getattr(self, field.name)!r} has no effect with retriever={one_line(retriever)}; '
+          f'allowed: its default, {field.default!r}'
+        )
 
   @property
   def help(self) -> str:

@@ -449,6 +449,14 @@ def test_without_the_package_the_line_that_installs_it_is_told(tmp_path, monkeyp
     ({'batch_size': 0}, 'batch_size=0; allowed: whole numbers from 1'),
     ({'workers': 0}, 'workers=0; allowed: whole numbers from 1'),
     ({'timeout_s': -1.0}, 'timeout_s=-1.0; allowed: seconds, above 0'),
+    (
+      {'protocol': 'search_r1'},
+      "protocol='search_r1' has no effect with retriever='mock'; allowed: its default, 'ragen'",
+    ),
+    (
+      {'retriever': 'bm25:x.jsonl', 'workers': 9},
+      r"workers=9 has no effect with retriever='bm25:x\.jsonl'; allowed: its default, 8",
+    ),
   ],
 )
 def test_wrong_options_are_named_in_one_line(options, message):
