@@ -63,10 +63,12 @@ def transformers(work: Work) -> None:
 
 
 def main_job(work: Work) -> None:
-  """A run of configs/frozenlake_ppo.py by `main.py`, in a process of its own."""
+  """A run of configs/frozenlake_ppo.py by `main.py`, in a process of its own; `quick` plays fewer levels."""
   with tempfile.TemporaryDirectory() as workdir:
     command = [sys.executable, 'main.py', '--config=configs/frozenlake_ppo.py', f'--workdir={workdir}']
     command += [f'--config.num_iterations={work.sizes.iterations}', f'--config.seed={work.seed}']
+    if work.quick:
+      command += ['--config.train.groups=32', '--config.eval.groups=32']
     start = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     wall, lines = time.monotonic() - start, read_metrics(workdir)

@@ -230,7 +230,7 @@ def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tm
   assert policy.sampler.traces['decode'] <= len(shapes.caches) + len(shapes.decoded) - 1
   assert policy.sampler.traces['extend'] <= 8
   assert policy.sampler.traces['resize'] < len(shapes.caches)
-  assert names.count('step') == 1
+  assert names.count('step') <= 1  # none if another batch of this file had the same shape
 
 
 class KeyRecorder:

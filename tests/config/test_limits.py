@@ -41,7 +41,7 @@ _FREE_TEXT = {
   'logging.project', 'prompt.critic_key', 'prompt.critic_model', 'prompt.file', 'prompt.text', 'serve.host',
   'serve.model', 'serve.success_reward', 'serve.trained', 'sft.data', 'sft.output', 'sft.save_data', 'envs.*.tasks',
 }  # fmt: skip
-_FREE_TEXT_OF_ENVS = ('tasks', 'runner', 'symbols')
+_FREE_TEXT_OF_ENVS = ('.tasks', '.runner', '.symbols', '.request')
 _CONFIG = {False: 'configs/frozenlake_ppo.py', True: 'configs/agents_ppo.py'}
 
 

@@ -236,7 +236,8 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
 
   def unread(part, prefix=''):
     for name, value in part.items():
-      if isinstance(value, ConfigDict):
+      # An environment gets a group of its options as one, and refuses those that it does not know.
+      if isinstance(value, ConfigDict) and not (prefix.startswith('envs.') and prefix.count('.') == 2):
         yield from unread(value, f'{prefix}{name}.')
       elif (id(part), name) not in read:
         yield f'{prefix}{name}'
