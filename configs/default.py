@@ -424,6 +424,28 @@ def get_config(model: str = '') -> ConfigDict:
   # Age in iterations above which a group is no longer drawn.
   config.replay.max_age = 2
 
+  # -- The curriculum: which questions of data sets (envs of the type 'dataset') training plays (docs/datasets.md). ----
+  config.curriculum = ConfigDict()
+  # Order of the questions: 'sliding' (from a window that moves from the easiest to the hardest ones), 'growing' (from
+  # the easiest ones, which become more until they are all), 'success' (more often those whose success rate is near
+  # `target`), or empty for that of `envs.TAG.order`. `envs.TAG.fields.difficulty` names the field of the rows that says
+  # how hard a question is; without it, their order in the file does.
+  config.curriculum.order = ''
+  # Iterations until the hardest questions are played, with 'sliding' and 'growing'; 0 for all of num_iterations.
+  config.curriculum.iterations = 0
+  # Share of the questions that is played at a time, with 'growing' at first; at least as many as an iteration plays.
+  config.curriculum.window = 0.25
+  # With 'success': the success rate of the questions that are played most often.
+  config.curriculum.target = 0.5
+  # With 'success': distance from `target` from which on a question is played as one of `explore` only. A question at
+  # half the distance is half as likely as one at the target.
+  config.curriculum.width = 0.5
+  # With 'success': share of the groups, one at least, that play the questions that were not played for the longest
+  # time. There, questions that were never played come first.
+  config.curriculum.explore = 0.25
+  # With 'success': weight of a question's earlier success rate against that of its last group.
+  config.curriculum.ema_decay = 0.5
+
   config.optimizer = ConfigDict()
   # Learning rate of the policy.
   config.optimizer.actor_lr = 1e-3

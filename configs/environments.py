@@ -230,7 +230,15 @@ def by_tag() -> ConfigDict:
       'hub_options': {},
       # Names of the fields of a row; '' for none. Rows with equal `group` are on one side of the split; without `group`
       # that holds for equal questions.
-      'fields': {'question': 'question', 'answer': 'answer', 'choices': '', 'solution': '', 'group': ''},
+      # `difficulty` is a number by which a curriculum sorts.
+      'fields': {
+        'question': 'question',
+        'answer': 'answer',
+        'choices': '',
+        'solution': '',
+        'group': '',
+        'difficulty': '',
+      },
       # Regular expression with one group that finds the gold in the text of the field `answer`; '' for the whole field.
       'answer_pattern': '',
       # Which part of the questions is played: 'all', 'train' or 'test'.
@@ -299,7 +307,14 @@ def by_tag() -> ConfigDict:
   envs.MetamathQA = _like(
     envs.Dataset,
     hub='meta-math/MetaMathQA',
-    fields={'question': 'query', 'answer': 'response', 'choices': '', 'solution': '', 'group': 'original_question'},
+    fields={
+      'question': 'query',
+      'answer': 'response',
+      'choices': '',
+      'solution': '',
+      'group': 'original_question',
+      'difficulty': '',
+    },
     answer_pattern=r'(?s).*The answer is: (.*)$',
     bad_rows='drop',
     verifier='math',
@@ -322,7 +337,7 @@ def by_tag() -> ConfigDict:
   # RAGEN's DeepCoder: problems that a program solves, tested in a sandbox, see docs/programs.md.
   envs.DeepCoder = _like(
     envs.Dataset,
-    fields={'question': 'problem', 'answer': 'tests', 'choices': '', 'solution': '', 'group': ''},
+    fields={'question': 'problem', 'answer': 'tests', 'choices': '', 'solution': '', 'group': '', 'difficulty': ''},
     max_question_chars=0,
     verifier='code',
     verifier_options={

@@ -44,6 +44,7 @@ from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.training import batch_sizes, memory
 from ragen_jax.training.batch_sizes import SizeSettings
 from ragen_jax.training.batches import BatchingSettings
+from ragen_jax.training.curriculum import Curriculum, CurriculumSettings
 from ragen_jax.training.estimate import EstimateSettings, RewardSettings
 from ragen_jax.training.memory import SeenColumns, UpdateMemory
 from ragen_jax.training.monitor import Monitor, MonitorSettings
@@ -194,7 +195,22 @@ def make_trainer(
   if player is None:
     specs = env_specs(config, tuple(config.train.tags), group_counts(config.train, 'train'))
     player = environment_player(config, model, specs, config.train.group_size, held_out)
-  return Trainer(trainer_settings(config, model, player.max_turns, limit), model, player)
+  curriculum = None
+  if config.curriculum.order:
+    curriculum = Curriculum(curriculum_settings(config), player.specs, held_out)
+  return Trainer(trainer_settings(config, model, player.max_turns, limit), model, player, curriculum)
+
+
+def curriculum_settings(config: ConfigDict) -> CurriculumSettings:
+  """The settings of the choice of items."""
+  return fill(
+    CurriculumSettings,
+    config.curriculum,
+    iterations=config.curriculum.iterations or config.num_iterations,
+    seed=config.seed,
+    online_k=config.train.online_k,
+    max_rollouts=config.filter.max_rollouts,
+  )
 
 
 def trainer_settings(

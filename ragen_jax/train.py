@@ -99,12 +99,13 @@ def _iterate(
   """The training loop."""
   probes, monitor = build.make_probes(config, trainer), build.make_monitor(config)
   with processes.same_errors():
-    trainer.player.check(config.train.first_level)
+    trainer.check()
 
   name = f'{config.model.path or config.model.preset}: {model.describe()}'
   settings = build.run_settings(config)
+  opened = open_run(settings, workdir, name, trainer.init(), trainer.replay, monitor, interrupt, trainer.curriculum)
   with (
-    open_run(settings, workdir, name, trainer.init(), trainer.replay, monitor, interrupt) as (run, state),
+    opened as (run, state),
     ahead.open_ahead(config, trainer, state, background),
     contextlib.closing(Profile(config.profile, workdir)) as profile,
   ):

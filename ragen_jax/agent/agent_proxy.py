@@ -41,11 +41,12 @@ class AgentProxy:
     first_member: int = 0,
     policy_version: int = 0,
     pictured: Collection[int] = (),
+    level_seeds: np.ndarray | None = None,
   ) -> Rollout:
     """Plays one episode in each row. If processes share the rows, each plays its own, and all return the whole rollout.
 
     Args:
-      first_seed, first_member: see `EnvStateManager.reset`.
+      first_seed, first_member, level_seeds: see `EnvStateManager.reset`.
       policy_version: number of updates that led to the speaker's weights; recorded in the trajectory.
       pictured: rows of the whole batch whose boards are drawn, for the viewer.
 
@@ -53,7 +54,7 @@ class AgentProxy:
       UserError: the speaker writes tokens, and a first prompt does not fit into the context.
     """
     envs, context = self.envs, self.context
-    observations = envs.reset(first_seed, first_member=first_member)
+    observations = envs.reset(first_seed, first_member=first_member, level_seeds=level_seeds)
     log = EpisodeLog(envs, context, self.limits, observations, writes_tokens=speaker.writes_tokens, pictured=pictured)
     while (replies := speaker.reply(log)) is not None:
       if not replies:

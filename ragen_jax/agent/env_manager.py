@@ -145,12 +145,15 @@ class EnvStateManager:
     """The pool that a row belongs to."""
     return self.pools[int(self.row_env[row])]
 
-  def reset(self, first_seed: int, *, first_member: int = 0) -> list[Observation]:
+  def reset(
+    self, first_seed: int, *, first_member: int = 0, level_seeds: np.ndarray | None = None
+  ) -> list[Observation]:
     """Starts fresh episodes and returns the first observation of each row. Group g's level has the seed first_seed + g.
 
     Args:
       first_seed: in 0 .. 2**32 - groups.
       first_member: number of the first episode of each group; members of equal numbers have equal randomness.
+      level_seeds: i64[groups of the whole batch], the seeds of the groups' levels in place of consecutive ones.
 
     Raises:
       UserError: programs play an environment over HTTP.
@@ -160,7 +163,8 @@ class EnvStateManager:
         raise UserError(
           f"envs.{spec.tag}.type='agent': programs play it, in training and --mode=eval; this mode plays turn by turn"
         )
-    self.level_seeds = first_seed + self.row_group.astype(np.int64)
+    chosen = level_seeds is not None
+    self.level_seeds = level_seeds[self.row_group] if chosen else first_seed + self.row_group.astype(np.int64)
     members = first_member + np.arange(self.rows) % self.group_size
 
     def begin(index: int, pool: Pool) -> None:

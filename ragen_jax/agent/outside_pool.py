@@ -143,7 +143,7 @@ class OutsidePool(Pool):
   def _levels_of(self, seeds: np.ndarray) -> list[bytes | None]:
     firsts = seeds[:: self.group_size].tolist()
     # One by one, because a seed that fails must not hide the others.
-    asked = [functools.partial(lambda seed: [_as_level(self.spec.env.level_id(seed))], seed) for seed in firsts]
+    asked = [functools.partial(lambda seed: [as_level(self.spec.env.level_id(seed))], seed) for seed in firsts]
     found = [self._ask('level_id', call, 1)[0] for call in asked]
     for fault in (x for x in found if isinstance(x, Fault)):
       self._warn(fault.kind, 'envs.%s: %s; held-out items are not recognised', self.spec.tag, fault)
@@ -200,7 +200,7 @@ def _own_names(step: TextStep | Fault) -> TextStep | Fault:
   return Fault('step reports a metric with a name of ragen_jax', taken[0]) if taken else step
 
 
-def _as_level(item: Any) -> bytes | None:
+def as_level(item: Any) -> bytes | None:
   """The id of an item as a level, which differs from all levels in JAX."""
   if item is None:
     return None

@@ -44,12 +44,15 @@ class Player(Protocol):
     *,
     policy_version: int = 0,
     pictured: Collection[int] = (),
+    level_seeds: np.ndarray | None = None,
   ) -> Rollout:
     """Plays one episode in each row.
 
     Args:
       first_seed: seed of the level, or the number of the task, of the first group; the next group has the next one.
       policy_version, pictured: see `AgentProxy.rollout`.
+      level_seeds: i64[P], the seeds of the groups' levels in place of consecutive ones, see `Curriculum`. Programs play
+        consecutive tasks.
     """
 
   def levels(self, first_seed: int) -> frozenset[bytes]:
@@ -86,9 +89,12 @@ class EnvironmentPlayer:
     *,
     policy_version: int = 0,
     pictured: Collection[int] = (),
+    level_seeds: np.ndarray | None = None,
   ) -> Rollout:
     speaker = SamplerSpeaker(self._sampler, params, key, sampling, eyes=self._eyes)
-    return self.proxy.rollout(speaker, first_seed, policy_version=policy_version, pictured=pictured)
+    return self.proxy.rollout(
+      speaker, first_seed, policy_version=policy_version, pictured=pictured, level_seeds=level_seeds
+    )
 
   def levels(self, first_seed: int) -> frozenset[bytes]:
     own = self.proxy.envs.levels_from(first_seed)

@@ -20,7 +20,14 @@ from ragen_jax.config import limits, rules
 from ragen_jax.config.agent_checks import check_prompt, check_serve
 from ragen_jax.config.algorithm_checks import check_algorithm
 from ragen_jax.config.image_checks import check_images
-from ragen_jax.config.run_checks import check_eval, check_level_files, check_levels, check_parts, check_replies
+from ragen_jax.config.run_checks import (
+  check_curriculum,
+  check_eval,
+  check_level_files,
+  check_levels,
+  check_parts,
+  check_replies,
+)
 from ragen_jax.config.sft_checks import check_sft
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
@@ -91,6 +98,7 @@ def check_config(
   check_levels(config)
   check_level_files(config, 'train')
   check_parts(config)
+  check_curriculum(config)
   if weights and model:
     _check_weights(config)
   _check_needs(config, played)

@@ -15,6 +15,8 @@ from ragen_jax.agent.world_model.formats import FORMATS, described_sections
 from ragen_jax.agent.world_model.state_reward import PLACES
 from ragen_jax.config import rules
 from ragen_jax.config.image_checks import check_texts
+from ragen_jax.envs.dataset.environment import DatasetEnvironment
+from ragen_jax.training.curriculum import ORDERS
 from ragen_jax.utils.errors import UserError
 
 
@@ -56,6 +58,21 @@ def check_level_files(config: ConfigDict, section: str) -> None:
       f'envs.{held_out[path]}.levels={config.envs[held_out[path]].levels!r}: must not be a file of '
       f'{section}.tags, and {used[path]} plays it'
     )
+
+
+def check_curriculum(config: ConfigDict) -> None:
+  """Checks the choice of items; raises UserError for the first field that is wrong."""
+  rules.one_of(config, 'curriculum.order', ORDERS)
+  rules.at_least(config, 0, 'curriculum.iterations')
+  rules.fraction(config, 'curriculum.window', 'curriculum.target')
+  rules.above(config, 0, 'curriculum.width')
+  rules.positive_fraction(config, 'curriculum.explore')
+  rules.below_one(config, 'curriculum.ema_decay')
+  played = [tag for tag in config.train.tags if config.envs[tag].type == DatasetEnvironment.name]
+  rules.check(
+    config, 'curriculum.order', not config.curriculum.order or bool(played),
+    f"must be '' without a tag of the type 'dataset' among train.tags={tuple(config.train.tags)}",
+  )  # fmt: skip
 
 
 # Options that the two parts of a data set have in common, or the held-out part is one of other questions.

@@ -66,6 +66,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'max_rollouts',
     ),
     'replay': ('groups', 'max_age'),
+    'curriculum': ('order', 'iterations', 'window', 'target', 'width', 'explore', 'ema_decay'),
     'serve': (
       'timeout', 'heartbeat', 'max_attempts', 'trained', 'frozen', 'incomplete', 'success_reward', 'success_score',
       'keep_thoughts', 'bad_calls', 'max_staleness',
@@ -143,6 +144,8 @@ BEFORE = {
   'envs.*.max_response_tokens': 0, 'envs.*.max_observation_tokens': 0, 'envs.*.request': '',
   'model.vision': 'frozen', 'envs.*.tile': 0, 'envs.*.observation': 'text', 'reward.format_reward': 0.0,
   'reward.state_reward': 0.0, 'reward.state_floor': 0.5, 'reward.state_place': 'turn',
+  'envs.*.fields.difficulty': '', 'curriculum.order': '', 'curriculum.iterations': 0, 'curriculum.window': 0.25,
+  'curriculum.target': 0.5, 'curriculum.width': 0.5, 'curriculum.explore': 0.25, 'curriculum.ema_decay': 0.5,
   'algorithm.policy_loss': 'ppo', 'algorithm.tau_pos': 1.0, 'algorithm.tau_neg': 1.05, 'algorithm.dro_beta': 0.05,
   'agent.request': 'Answer as {form} and nothing else, in at most {max_words} words.',
 }  # fmt: skip
@@ -206,14 +209,16 @@ def select(config: Mapping[str, Any], *roles: str) -> tuple[Any, ...]:
 def free_in_training(config: Mapping[str, Any]) -> tuple[frozenset[str], dict[str, str]]:
   """The fields that may change when training is resumed, because earlier iterations do not depend on them.
 
-  `num_iterations` is one of them only if the learning rate does not depend on it. Returns dotted names, and dotted name
-  -> reason for a field that may not change because of another field.
+  `num_iterations` is one of them only if the learning rate and the curriculum do not depend on it. Returns dotted
+  names, and dotted name -> reason for a field that may not change because of another field.
   """
   free = fields_of('logging', 'other_modes', 'prompt_search', 'devices', 'kernels', 'shapes', 'warm_start')
-  fraction = config['optimizer']['final_lr_fraction']
-  if fraction == 1:
-    return free | fields_of('length'), {}
-  return free, {'num_iterations': f'the learning rate falls over them, as optimizer.final_lr_fraction={fraction}'}
+  fraction, curriculum = config['optimizer']['final_lr_fraction'], config['curriculum']
+  if fraction != 1:
+    return free, {'num_iterations': f'the learning rate falls over them, as optimizer.final_lr_fraction={fraction}'}
+  if curriculum['order'] in ('sliding', 'growing') and not curriculum['iterations']:
+    return free, {'num_iterations': 'the curriculum moves over them, as curriculum.iterations=0'}
+  return free | fields_of('length'), {}
 
 
 def free_in_warm_start() -> frozenset[str]:

@@ -11,6 +11,7 @@ from ragen_jax.distributed import processes
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_training
 from ragen_jax.runs.workdir import check_recorded
+from ragen_jax.training.curriculum import Curriculum
 from ragen_jax.training.monitor import Monitor, Verdict
 from ragen_jax.training.replay import ReplayBuffer
 from ragen_jax.training.state import TrainState
@@ -19,11 +20,12 @@ from ragen_jax.utils.errors import UserError
 
 def restore(
   checkpointer: Checkpointer, workdir: str, config: Mapping[str, Any], state: TrainState, replay: ReplayBuffer,
-  monitor: Monitor,
+  monitor: Monitor, curriculum: Curriculum | None = None,
 ) -> tuple[TrainState, str, Verdict | None]:  # fmt: skip
-  """Restores the last checkpoint that is not damaged, if there is one; it fills `replay` and `monitor`, too.
+  """Restores the last checkpoint that is not damaged, if there is one.
 
-  `config` is the whole config, nested. The arrays of the initial `state` are deleted if there is a checkpoint.
+  It fills `replay`, `monitor` and `curriculum`, too. `config` is the whole config, nested. The arrays of the initial
+  `state` are deleted if there is a checkpoint.
 
   Returns:
     The state; the reason why the run was stopped, '' if it was not stopped; and the verdict of the iteration if its
@@ -45,11 +47,17 @@ def restore(
   if 'config' in recorded:  # checkpoints of earlier versions have none
     where = f'checkpoint of step {checkpointer.latest_step()} in {checkpointer.directory}'
     check_recorded(where, recorded['config'], config, *free_in_training(config))
-  like = state.saved()
-  arrays, meta = checkpointer.restore(like | {'replay': replay.empty_state(described)})
+  like, kept = state.saved(), {'replay': replay.empty_state(described)}
+  if curriculum is not None:
+    where = f'checkpoint of step {checkpointer.latest_step()} in {checkpointer.directory}'
+    curriculum.check_described(recorded.get('curriculum', {}), where)
+    kept['curriculum'] = curriculum.state()[0]
+  arrays, meta = checkpointer.restore(like | kept)
   # Otherwise the devices would hold the initial arrays in addition to the restored arrays.
   jax.tree.map(lambda x: x.delete(), like)
   replay.load_state(arrays['replay'], described)
+  if curriculum is not None:
+    curriculum.load_state(arrays['curriculum'])
   monitor.load_state_dict(meta['monitor'])
   state = state.with_saved(arrays, iteration=meta['iteration'], lr_scale=meta['monitor']['lr_scale'])
   verdict = meta.get('unevaluated')

@@ -23,6 +23,7 @@ from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.timing import Timer, memory
 from ragen_jax.runs.trackers import TrackerSettings, open_tracker
 from ragen_jax.training.batches import TrainBatch
+from ragen_jax.training.curriculum import Curriculum
 from ragen_jax.training.learnable import invalid_replies, unplayed_episodes
 from ragen_jax.training.monitor import Monitor, Verdict
 from ragen_jax.training.replay import ReplayBuffer
@@ -84,12 +85,12 @@ class Iteration:
 @contextlib.contextmanager
 def open_run(
   settings: RunSettings, workdir: str, model: str, state: TrainState, replay: ReplayBuffer, monitor: Monitor,
-  interrupt: Interrupt,
+  interrupt: Interrupt, curriculum: Curriculum | None = None,
 ) -> Iterator[tuple[Run, TrainState]]:  # fmt: skip
   """Opens the checkpoints and logs of a run, and restores its last checkpoint; yields the state to continue from, too.
 
-  The checkpoint fills `replay` and `monitor`; if there is one, the arrays of the initial `state` are deleted. `model`
-  describes the model in the first line. `interrupt` notices signals while the run is open.
+  The checkpoint fills `replay`, `monitor` and `curriculum`; if there is one, the arrays of the initial `state` are
+  deleted. `model` describes the model in the first line. `interrupt` notices signals while the run is open.
 
   Raises:
     UserError: the checkpoints belong to a warm start, to another config or to another model, or the processes see
@@ -97,7 +98,7 @@ def open_run(
   """
   first = processes.is_first()
   with Checkpointer(workdir, keep=settings.keep, save_best=BEST) as checkpointer:
-    state, stopped, unevaluated = restore(checkpointer, workdir, settings.config, state, replay, monitor)
+    state, stopped, unevaluated = restore(checkpointer, workdir, settings.config, state, replay, monitor, curriculum)
     done = state.iteration
     _log.info(greeting(workdir, model, done, settings.num_iterations, stopped, unevaluated=bool(unevaluated)))
     start_step = done + 1 if done else 0
@@ -110,7 +111,7 @@ def open_run(
     ):
       writer.hparams(settings.hparams, list(settings.compared))
       log = RunLog(settings.log, writer, episodes, progress)
-      yield Run(settings, checkpointer, log, interrupt, replay, monitor, stopped, unevaluated), state
+      yield Run(settings, checkpointer, log, interrupt, replay, monitor, curriculum, stopped, unevaluated), state
 
 
 def _ends_all(error: Stopped | UserError) -> bool:
@@ -147,6 +148,7 @@ class Run:
     interrupt: Interrupt,
     replay: ReplayBuffer,
     monitor: Monitor,
+    curriculum: Curriculum | None,
     stopped: str,
     unevaluated: Verdict | None,
   ):
@@ -157,6 +159,7 @@ class Run:
     self._interrupt = interrupt
     self._replay = replay
     self._monitor = monitor
+    self._curriculum = curriculum
     self._stopped = stopped
     self._try_weights: Callable[[], Mapping[str, NotFinite]] | None = None  # of the state that the run goes on from
     self._discarded = True  # whether the last rollout is of weights that are no more, or of a bad iteration
@@ -380,13 +383,20 @@ class Run:
     return processes.largest([self._interrupt.requested])[0]
 
   def _roll_back(self, state: TrainState, best: int, verdict: Verdict) -> TrainState:
-    """The weights and the optimiser's state of the best checkpoint, with smaller learning rates; deletes the others."""
+    """The weights and the optimiser's state of the best checkpoint, with smaller learning rates; deletes the others.
+
+    The curriculum goes back, too: its success rates are those of the policy with these weights.
+    """
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.saved())
+    if self._curriculum is not None:
+      like['curriculum'] = self._curriculum.state()[0]
     jax.tree.map(lambda x: x.delete(), state.saved())  # the devices may have no room for both
     arrays, _ = self._checkpointer.restore(like, step=best, partial=True)
     scale = state.lr_scale * self._settings.rollback_lr
     self._monitor.rolled_back()
     self._replay.clear()
+    if self._curriculum is not None:
+      self._curriculum.load_state(arrays['curriculum'])
     line = f'iteration {state.iteration}: {verdict.reason}; back to {best}, learning rate x {scale:g}'
     self._log.progress.write(line)
     return state.with_saved(arrays, lr_scale=scale)
@@ -408,15 +418,18 @@ class Run:
     with self.timer('save_checkpoint'):
       self._log.metrics.flush()
       replay, described = self._replay.state()
+      kept: dict[str, Any] = {'replay': replay}
       monitor = self._monitor.state_dict() | {'lr_scale': state.lr_scale}
       meta = {'iteration': state.iteration, 'monitor': monitor, 'stopped': self._stopped, 'replay': described}
       meta['config'] = dict(self._settings.config)
+      if self._curriculum is not None:
+        kept['curriculum'], meta['curriculum'] = self._curriculum.state()
       if unevaluated is not None:
         meta['unevaluated'] = dataclasses.asdict(unevaluated)
       if state.iteration == self._checkpointer.latest_step():
         self._checkpointer.amend(meta, metrics=scores)
       else:
-        self._checkpointer.save(state.iteration, state.saved() | {'replay': replay}, meta, metrics=scores)
+        self._checkpointer.save(state.iteration, state.saved() | kept, meta, metrics=scores)
 
   def _log_times(self, state: TrainState, rollout: Rollout) -> None:
     """Writes the times of an iteration, and updates the progress line."""

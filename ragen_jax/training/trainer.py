@@ -28,6 +28,7 @@ from ragen_jax.runs.metrics import Counts
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.training import bad_steps, learnable, objective, selection
 from ragen_jax.training.batches import MiniBatch, TrainBatch, micro_batches, mini_batches
+from ragen_jax.training.curriculum import Curriculum
 from ragen_jax.training.estimate import EstimateSettings, TargetEstimator
 from ragen_jax.training.images import make_sight
 from ragen_jax.training.learner import Learner
@@ -91,14 +92,18 @@ class TrainerSettings:
 class Trainer:
   """The steps of an iteration; `build.make_trainer` makes one from a config.
 
-  `sight` makes what programs read of images; it is None for a model that reads text only.
+  `sight` makes what programs read of images; it is None for a model that reads text only. `curriculum` chooses items of
+  data sets; None if they are played in their own order.
   """
 
-  def __init__(self, settings: TrainerSettings, model: LanguageModel, player: Player):
+  def __init__(
+    self, settings: TrainerSettings, model: LanguageModel, player: Player, curriculum: Curriculum | None = None
+  ):
     """Combines the parts; nothing is compiled before the first iteration."""
     self.settings = settings
     self.model = model
     self.player = player
+    self.curriculum = curriculum
     self._observer, graphdef = model.sampler.observer, nnx.split(model.model)[0]
     self.scorer = Scorer(graphdef, settings.loss.scoring, model.mesh, self._observer)
     self.learner = Learner(
@@ -128,6 +133,12 @@ class Trainer:
     trained, frozen = lora.partition(params)
     reference = copy_of_policy(params) if self.settings.reference else None
     return TrainState(trained, frozen, self.learner.init(trained), reference)
+
+  def check(self) -> None:
+    """Raises UserError if episodes cannot begin, as far as that shows before anything large is compiled."""
+    self.player.check(self.settings.rollout.first_level)
+    if self.curriculum is not None:
+      self.curriculum.check()
 
   def iterate(self, state: TrainState) -> tuple[TrainState, dict[str, float]]:
     """Runs a whole iteration with a new rollout, without `train.py`'s evaluations and checkpoints; donates `state`."""
@@ -168,6 +179,8 @@ class Trainer:
       drawn = [] if finite.findings(selected.metrics) else drawn
       selected = selection.with_replayed(selected, drawn, multiple=max(self.rows // 4, 1))
       self.replay.add(rollout, rows, scale, iteration)
+    if self.curriculum is not None and not finite.findings(selected.metrics):
+      selected.metrics.update(self.curriculum.record(rollout.episodes, iteration))
     self._observer.played(rollout, iteration + 1)
     return rollout, selected
 
@@ -190,13 +203,15 @@ class Trainer:
     number = iteration * s.max_rollouts + attempt
     key = jax.random.fold_in(jax.random.key(self.settings.seed), iteration)
     key = jax.random.fold_in(key, attempt) if attempt else key
+    first = first_training_level(s.first_level, self.settings.seed, rollout=number, groups=s.groups)
     return self.player.play(
       state.params,
       key,
       s.sampling,
-      first_training_level(s.first_level, self.settings.seed, rollout=number, groups=s.groups),
+      first,
       policy_version=iteration,
       pictured=() if attempt else self.recorder.rows(iteration),
+      level_seeds=None if self.curriculum is None else self.curriculum.level_seeds(first, iteration, attempt),
     )
 
   def select(self, rollout: Rollout) -> Selection:

@@ -52,6 +52,10 @@ def is_in(gold, answer):
   return answer in gold['any']
 
 
+def is_odd(gold, answer):
+  return len(answer) % 2 == 1
+
+
 def broken(gold, answer):
   """Everything that can be wrong with a function, chosen by the answer."""
   del gold

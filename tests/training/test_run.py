@@ -16,16 +16,19 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build, train
-from ragen_jax.agent.episode import Episode, Turn
+from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.distributed import processes
+from ragen_jax.envs.base import Budget
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import Evaluation
 from ragen_jax.runs import trackers
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import read_metrics
+from ragen_jax.training.curriculum import Curriculum
 from ragen_jax.training.monitor import Verdict
 from ragen_jax.training.replay import ReplayBuffer, ReplaySettings
 from ragen_jax.training.run import Iteration, open_run
@@ -35,6 +38,7 @@ from ragen_jax.training.trainer import Trainer
 from ragen_jax.utils.errors import DiskError, Diverged, UserError
 from tests.support.configs import small_config
 from tests.support.damage import flip_bytes
+from tests.support.datasets import make, write_lines
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
 
@@ -59,11 +63,12 @@ def _evaluation(success):
 
 
 @contextlib.contextmanager
-def _open(workdir, state=None, replay=None, **fields):
+def _open(workdir, state=None, replay=None, curriculum=None, **fields):
   config = small_config(**{'num_iterations': 6, 'eval__every': 2, 'checkpoint__every': 2} | fields)
   settings, monitor = build.run_settings(config), build.make_monitor(config)
   replay = replay or ReplayBuffer(ReplaySettings(groups=0, max_age=1))
-  with open_run(settings, str(workdir), 'a model', state or _state(), replay, monitor, Interrupt()) as (run, state):
+  opened = open_run(settings, str(workdir), 'a model', state or _state(), replay, monitor, Interrupt(), curriculum)
+  with opened as (run, state):
     yield run, state
 
 
@@ -144,6 +149,41 @@ def test_a_rollback_gives_the_best_checkpoint_smaller_steps_and_an_empty_buffer(
   assert 'iteration 5: sick; back to 2, learning rate x 0.5' in told
   with _open(tmp_path) as (_, state):
     assert state.lr_scale == 0.5 and state.iteration == 6
+
+
+def test_a_curriculum_is_saved_restored_and_rolled_back_with_the_weights(tmp_path):
+  env = make(path=write_lines(tmp_path / 'q.jsonl', [{'question': str(i), 'answer': 'a'} for i in range(9)]))
+  settings = build.curriculum_settings(small_config(curriculum__order='success'))
+
+  def fresh(env=env):
+    return Curriculum(settings, [EnvSpec('Quiz', env, Budget(1, 1, 1), 20, 2)])
+
+  def note(iteration):
+    curriculum.record([Episode('Quiz', 0, iteration, [], status=Status.SUCCESS)], iteration)
+    return jax.tree.map(np.copy, curriculum.state()[0])
+
+  curriculum = fresh()
+  with _open(tmp_path / 'run', curriculum=curriculum) as (run, _):
+    kept = note(2)
+    _finish(run, _state(2, iteration=2), _evaluation(0.9))
+    last = note(4)
+    _finish(run, _state(4, iteration=4), _evaluation(0.3))
+    note(5)
+  curriculum = fresh()
+  with _open(tmp_path / 'run', curriculum=curriculum) as (run, state):
+    jax.tree.map(np.testing.assert_array_equal, curriculum.state()[0], last)
+    assert (curriculum.state()[0]['Quiz']['last'] >= 0).sum() == 2
+    note(5)
+    assert _finish(run, state.replace(iteration=5), verdict=Verdict('rollback', 'sick'))[1]
+    jax.tree.map(np.testing.assert_array_equal, curriculum.state()[0], kept)
+  other = make(path=write_lines(tmp_path / 'p.jsonl', [{'question': 'new', 'answer': 'a'}]))
+  with (
+    pytest.raises(
+      UserError, match=r'^checkpoint of step \d+ in .*envs\.Quiz: its curriculum is of 9 other questions than'
+    ),
+    _open(tmp_path / 'run', curriculum=fresh(other)),
+  ):
+    pass
 
 
 def test_rollbacks_make_the_steps_smaller_each_time(tmp_path):

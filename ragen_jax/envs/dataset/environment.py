@@ -45,7 +45,8 @@ class DatasetEnvironment(TextEnvironment):
     generator_options: options of the generator; `size` is its number of items.
     hub: instead of `path`, a data set's name on the Hugging Face Hub, or a local folder of one.
     hub_options: arguments of `datasets.load_dataset`, see `sources.HUB_OPTIONS`.
-    fields: names of the row's fields for `question`, `answer`, `choices`, `solution` and `group`; '' for none.
+    fields: names of the row's fields for `question`, `answer`, `choices`, `solution`, `group` and `difficulty`; '' for
+      none.
     answer_pattern: regular expression with one group, which is the gold in the text of the answer's field; '' for the
       whole field.
     split: 'all' items, or the 'train' or 'test' part of them.
@@ -180,7 +181,15 @@ class DatasetEnvironment(TextEnvironment):
 
   def item(self, seed: int) -> Item:
     """The item that a seed selects."""
-    return self.items[selection.select(seed, len(self.items), self.order)]
+    return self.items[self.index_of(seed)]
+
+  def index_of(self, seed: int) -> int:
+    """The index in `items` of the item that a seed selects."""
+    return selection.select(seed, len(self.items), self.order)
+
+  def seed_of(self, index: int) -> int:
+    """The smallest seed that selects `items[index]`."""
+    return selection.seed_of(index, len(self.items), self.order)
 
   def level_id(self, seed: int) -> str:
     """The digest of the item's group, or of its question: equal for equal questions in any tag."""

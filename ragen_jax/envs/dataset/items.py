@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from ragen_jax.utils.errors import did_you_mean, one_line, short
 
 _log = logging.getLogger(__name__)
 
-FIELDS = ('question', 'answer', 'choices', 'solution', 'group')
+FIELDS = ('question', 'answer', 'choices', 'solution', 'group', 'difficulty')
 MOST_CHOICES = 26
 _LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZ'
 # Golds of which only the verifier's own package can say whether it reads them: so many are read at load.
@@ -38,6 +39,7 @@ class Item:
     solution: a worked answer; '' for none.
     id: digest of the group, or of the question; equal for items that may not be on both sides of a split.
     extra: the other fields of the row, if the verifier needs them.
+    difficulty: a number that a curriculum sorts by, larger for harder questions; None if no field has it.
   """
 
   question: str
@@ -46,6 +48,7 @@ class Item:
   solution: str = ''
   id: str = ''
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  difficulty: float | None = None
 
   @property
   def text(self) -> str:
@@ -187,7 +190,18 @@ class _Reader:
       raise ValueError(f'{place}: {field}={short(raw)} is no gold for verifier={self._settings.verifier!r}; {e}') from e
     used = set(self._fields.values())
     extra = {name: value for name, value in row.items() if name not in used} if self._verifier.needs_extra else _NOTHING
-    return Item(question.strip(), gold, choices, solution or '', selection.digest(group), extra)
+    difficulty = self._difficulty(place, row) if 'difficulty' in self._fields else None
+    return Item(question.strip(), gold, choices, solution or '', selection.digest(group), extra, difficulty)
+
+  def _difficulty(self, place: str, row: Mapping[str, Any]) -> float:
+    raw = self._field(place, row, 'difficulty')
+    try:
+      number = math.nan if isinstance(raw, bool) else float(raw)
+    except (TypeError, ValueError, OverflowError):
+      number = math.nan
+    if not math.isfinite(number):
+      raise ValueError(f'{place}: {self._fields["difficulty"]}={short(raw)}; allowed: a number, larger if harder')
+    return number
 
   def _field(self, place: str, row: Mapping[str, Any], name: str) -> Any:
     field = self._fields[name]

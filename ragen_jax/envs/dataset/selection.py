@@ -35,10 +35,7 @@ def permuted(index: int, size: int, key: int = 0) -> int:
   Args:
     key: chooses the permutation.
   """
-  if not 0 <= index < size:
-    raise ValueError(f'index={index}; allowed: from 0 to {size - 1}')
-  half = max(((size - 1).bit_length() + 1) // 2, 1)
-  mask = (1 << half) - 1
+  half, mask = _halves(index, size)
   while True:
     left, right = index >> half, index & mask
     for i in range(_ROUNDS):
@@ -46,6 +43,26 @@ def permuted(index: int, size: int, key: int = 0) -> int:
     index = left << half | right
     if index < size:
       return index
+
+
+def unpermuted(place: int, size: int, key: int = 0) -> int:
+  """The index that `permuted` puts at a place."""
+  half, mask = _halves(place, size)
+  while True:
+    left, right = place >> half, place & mask
+    for i in reversed(range(_ROUNDS)):
+      left, right = right ^ (_mix(left ^ _mix(_mix(key) + i)) & mask), left
+    place = left << half | right
+    if place < size:
+      return place
+
+
+def _halves(index: int, size: int) -> tuple[int, int]:
+  """The number of bits of each half of the network, and their mask; ValueError if the index is not below the size."""
+  if not 0 <= index < size:
+    raise ValueError(f'index={index}; allowed: from 0 to {size - 1}')
+  half = max(((size - 1).bit_length() + 1) // 2, 1)
+  return half, (1 << half) - 1
 
 
 def _mix(number: int) -> int:
@@ -63,3 +80,8 @@ def select(seed: int, size: int, order: str) -> int:
     order: 'shuffled', or 'fixed' for the order of the items.
   """
   return permuted(seed % size, size) if order == 'shuffled' else seed % size
+
+
+def seed_of(index: int, size: int, order: str) -> int:
+  """The smallest seed that selects the item of an index; `order` as for `select`."""
+  return unpermuted(index, size) if order == 'shuffled' else index

@@ -109,6 +109,7 @@ class AgentPlayer:
     *,
     policy_version: int = 0,
     pictured: Collection[int] = (),
+    level_seeds: np.ndarray | None = None,
   ) -> Rollout:
     """See `Player`. Rollouts that the store holds already, from before a restart, are not played again.
 
@@ -116,7 +117,7 @@ class AgentPlayer:
       UserError: see `_collect`.
       Stopped: a signal was received before all attempts were over. The store keeps those that are over.
     """
-    del pictured
+    del pictured, level_seeds
     server, lifecycle = self.server, self.server.lifecycle
     server.service.use_sampling(self._settings.mode, sampling)
     if self._settings.ahead:

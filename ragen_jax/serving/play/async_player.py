@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.rollout import Rollout
@@ -59,6 +60,7 @@ class AsyncAgentPlayer(AgentPlayer):
     *,
     policy_version: int = 0,
     pictured: Collection[int] = (),
+    level_seeds: np.ndarray | None = None,
   ) -> Rollout:
     """See `Player`. An iteration that is repeated after a restart gets the groups that it had before.
 
@@ -69,7 +71,7 @@ class AsyncAgentPlayer(AgentPlayer):
       UserError: see `_collect`. The tasks of the groups are queued again.
       Stopped: a signal was received before the iteration had its groups.
     """
-    del pictured
+    del pictured, level_seeds
     server, start, renewed = self.server, time.monotonic(), 0
     server.service.use_sampling(self._settings.mode, sampling)
     groups = self._groups.taken(policy_version)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen_jax.envs.dataset.selection import digest, is_held_out, permuted, select
+from ragen_jax.envs.dataset.selection import digest, is_held_out, permuted, seed_of, select, unpermuted
 from tests.support.datasets import untimed
 
 PERMUTED = [2, 9, 6, 1, 8, 7, 4, 3, 0, 5]
@@ -19,6 +19,15 @@ PERMUTED_OF_A_MILLION = [361658, 233161, 423657]
 @given(st.integers(1, 700), st.integers(0, 2**63))
 def test_a_permutation_has_every_index_once(size, key):
   assert sorted(permuted(i, size, key) for i in range(size)) == list(range(size))
+
+
+@untimed
+@given(st.integers(1, 10**6), st.integers(0, 2**63), st.data())
+def test_a_permutation_is_undone(size, key, data):
+  index = data.draw(st.integers(0, size - 1))
+  assert unpermuted(permuted(index, size, key), size, key) == index
+  for order in ('shuffled', 'fixed'):
+    assert select(seed_of(index, size, order), size, order) == index and seed_of(index, size, order) < size
 
 
 def test_a_permutation_is_the_same_on_every_machine_and_mixes():
