@@ -271,10 +271,10 @@ def test_a_curriculum_needs_a_data_set_and_may_hold_the_number_of_iterations():
 def test_a_resumed_run_plays_the_items_of_an_uninterrupted_one_and_the_evaluation_plays_its_own(tmp_path):
   rows = [{'question': f'Say {i}', 'answer': str(i), 'level': i} for i in range(24)]
   fields = {
-    'train.tags': ('Dataset',), 'eval.tags': ('DatasetTest',), 'eval.groups': 4, 'eval.group_size': 4, 'eval.every': 0,
+    'train.tags': ('Dataset',), 'eval.tags': ('DatasetTest',), 'eval.groups': 4, 'eval.group_size': 4, 'eval.every': 1,
     'eval.greedy_too': False, 'envs.Dataset.path': write_lines(tmp_path / 'q.jsonl', rows), 'agent.format': 'no_think',
-    'envs.Dataset.verifier': f'{FUNCTIONS}:is_odd', 'envs.Dataset.fields.difficulty': 'level', 'envs.Dataset.test_share': 0.3,
-    'curriculum.order': 'success', 'checkpoint.every': 1, 'logging.episodes': 16,
+    'envs.Dataset.verifier': f'{FUNCTIONS}:is_odd', 'envs.Dataset.fields.difficulty': 'level',
+    'envs.Dataset.test_share': 0.3, 'curriculum.order': 'success', 'checkpoint.every': 1, 'logging.episodes': 16,
   }  # fmt: skip
   train.train_and_evaluate(small_config({**fields, 'num_iterations': 2}), str(tmp_path / 'whole'))
   train.train_and_evaluate(small_config({**fields, 'num_iterations': 1}), str(tmp_path / 'parts'))
