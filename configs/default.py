@@ -428,8 +428,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.curriculum = ConfigDict()
   # Order of the questions: 'sliding' (from a window that moves from the easiest to the hardest ones), 'growing' (from
   # the easiest ones, which become more until they are all), 'success' (more often those whose success rate is near
-  # `target`), or empty for that of `envs.TAG.order`. `envs.TAG.fields.difficulty` names the field of the rows that says
-  # how hard a question is; without it, their order in the file does.
+  # `target`), or empty for that of `envs.Dataset.order`. `envs.Dataset.fields.difficulty` names the field of the rows
+  # that says how hard a question is; without it, their order in the file does.
   config.curriculum.order = ''
   # Iterations until the hardest questions are played, with 'sliding' and 'growing'; 0 for all of num_iterations.
   config.curriculum.iterations = 0
