@@ -114,6 +114,12 @@ class Worker:
         if held.closed and held.link is not None:  # it was closed while its process started
           self._end(because='the worker was closed')
 
+  def restart(self, because: str) -> None:
+    """Ends the process, without the object's `close`; the next call starts another one. `because` is for `last_end`."""
+    with self._held.lock:
+      if self._held.link is not None:
+        self._end(because=because)
+
   def close(self) -> None:
     """Calls the object's `close`, if it has one, and ends the process. Later calls give faults."""
     self._finalize()

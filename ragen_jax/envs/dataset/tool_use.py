@@ -17,9 +17,10 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ragen_jax.envs.dataset.mcp_tools import PREFIX, SECTION, McpSettings, McpTool, select_tools, shared_server
 from ragen_jax.envs.dataset.search import SearchTool
 from ragen_jax.envs.dataset.tools import FunctionTool, Tool, WrongArguments, cut
 from ragen_jax.envs.options import check_flag, check_mapping
@@ -122,21 +123,30 @@ class Toolbox:
   """The tools of an environment.
 
   Attributes:
-    tools: name -> tool.
     free_text_is_answer: whether an answer that is no call of a tool is the final answer, as in RAGEN. Otherwise it is
       a mistake that is told to the policy.
   """
 
-  def __init__(self, tools: Sequence[Tool], *, free_text_is_answer: bool = False):
-    """Raises ValueError if two tools have the same name, or one has the name 'finish'."""
-    self.tools = {tool.name: tool for tool in tools}
+  def __init__(
+    self,
+    tools: Sequence[Tool],
+    *,
+    free_text_is_answer: bool = False,
+    listed: Callable[[], Sequence[Tool]] | None = None,
+  ):
+    """Raises ValueError if two tools have the same name, or one has the name 'finish'.
+
+    Args:
+      listed: the tools that servers list, which follow `tools`. It is called by `check`, or when they are first needed.
+    """
+    self._tools, self._listed = tuple(tools), listed
     self.free_text_is_answer = free_text_is_answer
-    count = collections.Counter([FINISH, *(tool.name for tool in tools)])
-    name, times = count.most_common(1)[0]
-    if times > 1:
-      raise ValueError(
-        f'tools: two have the name {name!r}; allowed: tools with different names, none of them {FINISH!r}'
-      )
+    _by_name(self._tools)
+
+  @functools.cached_property
+  def tools(self) -> dict[str, Tool]:
+    """Name -> tool. Raises ValueError, with one line, if a server cannot be asked for its tools."""
+    return _by_name([*self._tools, *(self._listed() if self._listed else ())])
 
   def rules(self, finish_help: str = 'gives your answer and ends the episode') -> str:
     """The lines of the prompt about the tools: what each does, how it is called, and how often."""
@@ -157,6 +167,15 @@ class Toolbox:
   def open(self, rows: int) -> ToolUse:
     """The use of the tools by the rows of a session."""
     return ToolUse(self, rows)
+
+
+def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+  """Name -> tool; raises ValueError if a name occurs twice."""
+  count = collections.Counter([FINISH, *(tool.name for tool in tools)])
+  name, times = count.most_common(1)[0]
+  if times > 1:
+    raise ValueError(f'tools: two have the name {name!r}; allowed: tools with different names, none of them {FINISH!r}')
+  return {tool.name: tool for tool in tools}
 
 
 class ToolUse:
@@ -245,12 +264,13 @@ def _call(tool: Tool, batch: list[dict[str, Any]]) -> list[Any]:
 
 
 def make_toolbox(names: Any, options: Any) -> Toolbox | None:
-  """The tools of an environment.
+  """The tools of an environment. Making them starts no server.
 
   Args:
-    names: `tools` of the config: built-in tools ('search'), and functions 'package.module:function' or
-      'file.py:function'.
-    options: `tool_options` of the config: name of a tool -> its options; 'finish' has `free_text_is_answer`.
+    names: `tools` of the config: built-in tools ('search'), functions 'package.module:function' or 'file.py:function',
+      and MCP servers 'mcp:COMMAND' or 'mcp:ADDRESS'.
+    options: `tool_options` of the config: name of a tool -> its options; 'finish' has `free_text_is_answer`, and 'mcp'
+      has those of the servers.
 
   Returns:
     None if no tool is named.
@@ -260,20 +280,34 @@ def make_toolbox(names: Any, options: Any) -> Toolbox | None:
   """
   options = check_mapping('dataset', 'tool_options', options)
   if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-    raise ValueError(f'tools={one_line(names)}; allowed: a tuple of {", ".join(_BUILT_IN)} and functions')
+    kinds = ', '.join(_BUILT_IN)
+    raise ValueError(f'tools={one_line(names)}; allowed: a tuple of {kinds}, functions and MCP servers')
   free = check_mapping('tool_options', FINISH, options.pop(FINISH, {}))
   flag = free.pop('free_text_is_answer', False)
   check_flag(f'tool_options.{FINISH}', 'free_text_is_answer', flag)
   if free:
     raise ValueError(f'tool_options.{FINISH}: {next(iter(free))} is no option; allowed: free_text_is_answer')
-  tools = [_make_tool(name, options) for name in names]
+  settings = McpSettings(**_options_of(SECTION, options, McpSettings))
+  servers = [shared_server(name, settings) for name in dict.fromkeys(names) if name.startswith(PREFIX)]
+  tools = [_make_tool(name, options) for name in names if not name.startswith(PREFIX)]
   # Options of built-in tools may stay in a config that does not use them.
-  known = [*dict.fromkeys([*_BUILT_IN, *(tool.name for tool in tools)]), FINISH]
-  unknown = [name for name in options if name not in known]
-  if unknown:
-    hint = did_you_mean(unknown[0], known)
-    raise ValueError(f'tool_options.{unknown[0]}: there is no such tool; {hint}allowed: {", ".join(known)}')
-  return Toolbox(tools, free_text_is_answer=bool(flag)) if tools else None
+  known = dict.fromkeys([*_BUILT_IN, *(tool.name for tool in tools)])
+
+  def listed() -> list[Tool]:
+    found = select_tools(servers, settings.names)
+    _check_sections(options, [*known, *(tool.name for _, tool in found)])
+    limits = {name: getattr(settings, name) for name in ('budget', 'timeout_s', 'max_chars')}
+    return [
+      McpTool(**fixed, **(limits | _options_of(tool.name, options, McpTool, fixed)))
+      for server, tool in found
+      for fixed in [{'server': server, 'listed': tool}]
+    ]
+
+  if not servers:
+    _check_sections(options, known)
+  if not tools and not servers:
+    return None
+  return Toolbox(tools, free_text_is_answer=bool(flag), listed=listed if servers else None)
 
 
 def _make_tool(name: str, options: Mapping[str, Any]) -> Tool:
@@ -284,10 +318,25 @@ def _make_tool(name: str, options: Mapping[str, Any]) -> Tool:
     cls, fixed, short_name = _BUILT_IN[name], {}, name
   else:
     hint = did_you_mean(name, _BUILT_IN)
-    raise ValueError(f"tools: {short(name)}; {hint}allowed: {', '.join(_BUILT_IN)}, 'package.module:function'")
-  own = check_mapping('tool_options', short_name, options.get(short_name, {}))
+    functions = "'package.module:function', 'mcp:COMMAND'"
+    raise ValueError(f'tools: {short(name)}; {hint}allowed: {", ".join(_BUILT_IN)}, {functions}')
+  return cls(**fixed, **_options_of(short_name, options, cls, fixed))
+
+
+def _options_of(section: str, options: Mapping[str, Any], cls: type, fixed: Collection[str] = ()) -> dict[str, Any]:
+  """The options in a section of `tool_options`; raises ValueError if one is no field of `cls`, or is fixed."""
+  own = check_mapping('tool_options', section, options.get(section, {}))
   allowed = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]
   unknown = [option for option in own if option not in allowed]
   if unknown:
-    raise ValueError(f'tool_options.{short_name}: {unknown[0]} is no option; allowed: {", ".join(allowed)}')
-  return cls(**fixed, **own)
+    raise ValueError(f'tool_options.{section}: {unknown[0]} is no option; allowed: {", ".join(allowed)}')
+  return own
+
+
+def _check_sections(options: Mapping[str, Any], tools: Collection[str]) -> None:
+  """Raises ValueError if a section of `tool_options` belongs to none of the tools."""
+  known = [*dict.fromkeys(tools), SECTION, FINISH]
+  unknown = [name for name in options if name not in known]
+  if unknown:
+    hint = did_you_mean(unknown[0], known)
+    raise ValueError(f'tool_options.{unknown[0]}: there is no such tool; {hint}allowed: {", ".join(known)}')

@@ -3,7 +3,8 @@
 What goes wrong has one of two outcomes. A mistake of the policy, such as wrong arguments, is told to it. A tool that
 raises, hangs or returns no text is a `Fault`, which ends the episode as an error and is never text to learn from.
 
-tool_use.py reads the calls and counts them. Implementations: `FunctionTool`, and `SearchTool` in search.py.
+tool_use.py reads the calls and counts them. Implementations: `FunctionTool`, `SearchTool` in search.py, and `McpTool`
+in mcp_tools.py.
 docs/search.md has examples.
 """
 
@@ -29,7 +30,11 @@ from ragen_jax.utils.threads import Fault, run_calls
 CUT_MARK = ' [cut]'
 _LEAST_CHARS = 100
 # How usages and messages write the types of JSON.
-_TYPES = {'string': 'text', 'integer': 'whole number', 'number': 'number', 'boolean': 'true or false'}
+_TYPES = {
+  'string': 'text', 'integer': 'whole number', 'number': 'number', 'boolean': 'true or false', 'array': 'list',
+  'object': 'object',
+}  # fmt: skip
+_PLAIN = {'string': str, 'boolean': bool, 'array': list, 'object': dict}
 _JSON_TYPES = {str: 'string', int: 'integer', float: 'number', bool: 'boolean'}
 
 
@@ -49,8 +54,9 @@ class Tool(abc.ABC):
   Class attributes, or properties:
     name: in calls, in `tool_options` and in metrics; in snake case.
     help: what the tool does, in one line that follows its name.
-    schema: JSON schema of the arguments: an object whose properties are text, numbers or booleans, with `enum` for a
-      choice. If the only property is a text, the whole argument of a call is this text; otherwise it is JSON.
+    schema: JSON schema of the arguments: an object. The `type` and the `enum` of its properties are checked, and what
+      is in lists and objects is left to the tool; a property without a `type` may be anything. If the only property is
+      a text, the whole argument of a call is this text; otherwise it is JSON.
 
   Attributes:
     budget: maximum number of calls in an episode; 0 for no limit.
@@ -133,21 +139,24 @@ class Tool(abc.ABC):
 def _takes_text(schema: Mapping[str, Any]) -> bool:
   """Whether the argument of a call is a text without JSON around it."""
   kinds = list(schema['properties'].values())
-  return len(kinds) == 1 and kinds[0]['type'] == 'string' and 'enum' not in kinds[0]
+  return len(kinds) == 1 and kinds[0].get('type') == 'string' and 'enum' not in kinds[0]
 
 
 def _describe(kind: Mapping[str, Any]) -> str:
   """The values of a property in words."""
-  return ' or '.join(map(json.dumps, kind['enum'])) if 'enum' in kind else _TYPES[kind['type']]
+  return ' or '.join(map(json.dumps, kind['enum'])) if 'enum' in kind else _TYPES.get(kind.get('type'), 'JSON')
 
 
 def _has_type(value: Any, kind: Mapping[str, Any]) -> bool:
   """Whether a value from JSON is one of a property of a schema."""
-  if kind['type'] == 'string':
-    return isinstance(value, str) and value in kind.get('enum', (value,))
-  if kind['type'] == 'boolean':
-    return isinstance(value, bool)
-  return is_integer(value) or (kind['type'] == 'number' and is_number(value) and math.isfinite(value))
+  name = kind.get('type')
+  if name in _PLAIN:
+    right = isinstance(value, _PLAIN[name])
+  elif name is None:
+    right = True
+  else:
+    right = is_integer(value) or (name == 'number' and is_number(value) and math.isfinite(value))
+  return right and value in kind.get('enum', (value,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -256,9 +256,13 @@ def test_tools_come_from_the_names_and_options_of_a_config():
 @pytest.mark.parametrize(
   ('names', 'options', 'message'),
   [
-    ('search', {}, "tools='search'; allowed: a tuple of search and functions"),
-    ((3,), {}, r'tools=\(3,\); allowed: a tuple of search and functions'),
-    (('serach',), {}, "tools: 'serach'; did you mean 'search'. allowed: search, 'package.module:function'"),
+    ('search', {}, "tools='search'; allowed: a tuple of search, functions and MCP servers"),
+    ((3,), {}, r'tools=\(3,\); allowed: a tuple of search, functions and MCP servers'),
+    (
+      ('serach',),
+      {},
+      "tools: 'serach'; did you mean 'search'. allowed: search, 'package.module:function', 'mcp:COMMAND'",
+    ),
     ((f'{TOOLS}:finish',), {}, "tools: two have the name 'finish'; allowed: "),
     ((f'{TOOLS}:shout',) * 2, {}, "tools: two have the name 'shout'; allowed: "),
     ((f'{TOOLS}:shout',), {'shuot': {}}, r"tool_options.shuot: there is no such tool; did you mean 'shout'. allowed: "),
