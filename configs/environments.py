@@ -263,8 +263,9 @@ def by_tag() -> ConfigDict:
       'attempts': 1,
       # The k-th attempt pays decay**(k-1) of its score.
       'decay': 0.5,
-      # What the policy can call before it answers: 'search', and functions of yours, 'package.module:function' or
-      # 'file.py:function', whose options are in docs/search.md; () for none.
+      # What the policy can call before it answers: 'search'; functions of yours, 'package.module:function' or
+      # 'file.py:function', whose options are in docs/search.md; MCP servers, 'mcp:COMMAND' or 'mcp:ADDRESS', whose
+      # options are in docs/mcp.md; () for none.
       'tools': (),
       # Options of the tools by name, those of 'search' are used with this tool only.
       'tool_options': {

@@ -19,8 +19,8 @@ STARTED_BY_USERS = {'tensorboard'}
 IMPORTED_BY_OTHERS = {'jinja2'}
 # Packages that are imported where a feature needs them, and come with another requirement or are installed by the user.
 OPTIONAL = {
-  'bm25s', 'datasets', 'gymnasium', 'huggingface_hub', 'math_verify', 'mlflow', 'pyarrow', 'reasoning_gym', 'trackio',
-  'wandb',
+  'anyio', 'bm25s', 'datasets', 'gymnasium', 'httpx2', 'huggingface_hub', 'math_verify', 'mcp', 'mcp_types', 'mlflow',
+  'pyarrow', 'reasoning_gym', 'trackio', 'wandb',
 }  # fmt: skip
 
 
