@@ -213,6 +213,14 @@ def test_a_death_between_two_calls_is_logged_and_the_next_call_is_made(mortal, c
   ]
 
 
+def test_a_restart_ends_the_process_and_the_next_call_starts_another(mortal):
+  mortal.restart('nothing has started yet')
+  pid = call(mortal, 'about')[0][0]
+  mortal.restart('it was slow')
+  assert not is_running(pid) and mortal.process == 0 and mortal.last_end == 'it was slow'
+  assert call(mortal, 'about')[0][0] != pid and mortal.process == 2
+
+
 # -- output and the connection -----------------------------------------------------------------------------------------
 
 

@@ -37,8 +37,10 @@ _GRACE_S = 1.0  # for a program to end after one of its pipes has been closed
 _MOST_PAGES = 50  # of a list of tools
 _MOST_LATE = 3  # calls of a batch
 _CONNECT_S = 30.0  # also for sending a request
-# Codes of JSON-RPC with which a server, or the client in its name, says that it is not in a state to answer.
-_AWAY_CODES = (mcp_types.CONNECTION_CLOSED, mcp_types.INTERNAL_ERROR, mcp_types.INVALID_REQUEST)
+# Codes of JSON-RPC with which a server, or the client in its name, says that it is not in a state to answer. The last
+# one stands for a session that has ended, where the server has an address; a program refuses a request with it.
+_AWAY_CODES = (mcp_types.CONNECTION_CLOSED, mcp_types.INTERNAL_ERROR)
+_AWAY_CODES_OF_ADDRESSES = (*_AWAY_CODES, mcp_types.INVALID_REQUEST)
 
 
 class McpClient:
@@ -56,6 +58,7 @@ class McpClient:
       ConnectionError: there is no connection; the message says why.
     """
     self._workers, self._output = workers, ''
+    self._away_codes = _AWAY_CODES_OF_ADDRESSES if isinstance(server, str) else _AWAY_CODES
     if isinstance(server, str):
       transport = _http(server)
     else:
@@ -124,7 +127,9 @@ class McpClient:
     except mcp.MCPError as e:
       if e.code == mcp_types.INVALID_PARAMS:
         return MISTAKE, e.message
-      return (AWAY if e.code in _AWAY_CODES else UNREADABLE), self._told(f'error {e.code}, {one_line(e.message, str)}')
+      return (AWAY if e.code in self._away_codes else UNREADABLE), self._told(
+        f'error {e.code}, {one_line(e.message, str)}'
+      )
     except (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.HTTPError) as e:
       return AWAY, self._told(_reason(e))
     except Exception as e:  # noqa: BLE001, a result that is not of the protocol, or not of the tool's own schema
@@ -160,6 +165,9 @@ class McpClient:
         with anyio.move_on_after(_GRACE_S):  # before calls hear of the end: it may have said why
           await all_heard.wait()
           self._output += f'\nexit status {await process.wait()}'
+      with contextlib.suppress(anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+        while True:  # a full pipe would hold the program
+          await process.stdout.receive()
 
     async def write() -> None:
       async with sent:

@@ -85,6 +85,7 @@ def test_a_list_without_an_end_is_refused():
     ('error', (MISTAKE, 'no such city')),
     ('code -32602', (MISTAKE, 'words of the server')),
     ('code -32001', (UNREADABLE, 'error -32001, words of the server')),
+    ('code -32600', (UNREADABLE, 'error -32600, words of the server')),
     ('code -32603', (AWAY, 'error -32603, words of the server')),
   ],
 )

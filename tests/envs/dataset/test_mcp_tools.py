@@ -327,6 +327,7 @@ def test_an_episode_with_a_program(tmp_path):
 
 
 @needs_mcp
+@pytest.mark.slow
 def test_an_episode_with_an_address():
   with socket.socket() as taken:
     taken.bind(('127.0.0.1', 0))
