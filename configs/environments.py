@@ -15,6 +15,7 @@ HELD_OUT = {
   'GSM8KTest': 'GSM8K',
   'DeepCoderTest': 'DeepCoder',
   'SearchQATest': 'SearchQA',
+  'TextWorldTest': 'TextWorld',
 }
 
 
@@ -391,6 +392,48 @@ def by_tag() -> ConfigDict:
   envs.SearchQATest = _like(envs.SearchQA, hub_options={'name': 'distractor', 'split': 'validation'})
   # SearchQA without a server: its passages are made up, so that answers cannot be found. For rehearsals.
   envs.SearchQAMock = _like(envs.SearchQA, tool_options={'search': {'retriever': 'mock'}})
+  # Text adventures of the package TextWorld, see docs/textworld.md.
+  envs.TextWorld = ConfigDict(
+    {
+      'type': 'textworld',
+      # Game files of your own: a folder, or a pattern such as 'games/*.z8', each with its .json; '' makes games.
+      'path': '',
+      # Number of games that are made, of the train part and the test part together.
+      'games': 100,
+      # Another seed makes other games.
+      'seed': 0,
+      # Rooms of a game that is made, 1 to 20.
+      'rooms': 3,
+      # Things in it, 1 to 50.
+      'objects': 5,
+      # Commands of its walkthrough, 1 to 20.
+      'quest_length': 3,
+      # Folder that keeps games that were made.
+      'cache': '~/.cache/ragen_jax/textworld',
+      # Which part of the games is played: 'all', 'train' or 'test'.
+      'split': 'train',
+      # Share of the games that make the test part.
+      'test_share': 0.2,
+      # What is paid: 'score' for the points of the game, 'win' for 1 if it is won.
+      'reward': 'score',
+      # Whether each observation lists the possible commands.
+      'show_commands': True,
+      # Worker processes that play the episodes; at least 1.
+      'processes': 2,
+      # MiB that each process may write to; 0 for no limit.
+      'memory_mib': 4096,
+      # Seconds of a step or a reset.
+      'step_timeout_s': 60.0,
+      # Seconds for making one game.
+      'make_timeout_s': 300.0,
+      'max_turns': 10,
+      'max_actions': 10,
+      'max_actions_per_turn': 1,
+      'max_words': 100,
+    }
+  )
+  # The held-out part of the same games.
+  envs.TextWorldTest = _like(envs.TextWorld, split='test')
   for env in envs.values():
     env.update(OPTIONAL)
   return envs

@@ -155,7 +155,19 @@ class OutsidePool(Pool):
     return seen.images[0] if isinstance(seen, ImageObservation) else None
 
   def legal_actions(self) -> list[list[str]]:
-    return [list(self.spec.env.action_words)] * self.rows
+    if self.spec.env.action_words:
+      return [list(self.spec.env.action_words)] * self.rows
+    rows = [row for row in range(self.rows) if not self._done[row]]
+    answers = self._ask('legal_actions', lambda: self._session.legal_actions(rows), len(rows)) if rows else []
+    legal: list[list[str]] = [[] for _ in range(self.rows)]
+    for row, raw in zip(rows, answers, strict=True):
+      names = self._read_plan(raw, 'legal_actions')
+      if isinstance(names, Fault):
+        told = 'envs.%s, level %d: %s; random play has no action'
+        self._warn(names.kind, told, self.spec.tag, self._seeds[row], names)
+      else:
+        legal[row] = names
+    return legal
 
   def expert(self, rows: list[int]) -> list[list[str]]:
     answers = self._ask('expert', lambda: self._session.expert(rows), len(rows))
@@ -168,14 +180,14 @@ class OutsidePool(Pool):
       plans.append(plan[: min(self.spec.actions_a_turn, self.spec.budget.max_actions - int(self.used[row]))])
     return plans
 
-  def _read_plan(self, raw: Any) -> list[str] | Fault:
-    """The names of an expert's actions."""
-    texts = read_expert(raw)
+  def _read_plan(self, raw: Any, what: str = 'expert') -> list[str] | Fault:
+    """The names of the actions that a session's `expert` or `legal_actions` returns."""
+    texts = read_expert(raw, what)
     if isinstance(texts, Fault):
       return texts
     read = [self.spec.env.read_action(text) for text in texts]
     if None in read:
-      return Fault('expert names what is no action', short(texts[read.index(None)]))
+      return Fault(f'{what} names what is no action', short(texts[read.index(None)]))
     return [name for _, name in read]
 
   def rationale(self, rows: list[int]) -> list[str]:

@@ -84,7 +84,7 @@ def check_parts(config: ConfigDict) -> None:
   for train, test in parts_of_one_source(config):
     one, other = config.envs[train], config.envs[test]
     for option in _OF_BOTH_PARTS:
-      if one[option] != other[option]:
+      if option in one and one[option] != other[option]:
         raise UserError(
           f'envs.{test}.{option}={other[option].to_dict()}: must equal envs.{train}.{option}='
           f'{one[option].to_dict()}, since it holds out a part of these questions; set both'
@@ -99,7 +99,7 @@ def parts_of_one_source(config: ConfigDict) -> list[tuple[str, str]]:
   }
   pairs = [(train, test) for test in parts['test'] for train in parts['train']]
   names = ('type', 'path', 'generator', 'hub')
-  return [(a, b) for a, b in pairs if all(config.envs[a][name] == config.envs[b][name] for name in names)]
+  return [(a, b) for a, b in pairs if all(config.envs[a].get(name) == config.envs[b].get(name) for name in names)]
 
 
 def _level_files(config: ConfigDict, tags: Sequence[str]) -> dict[str, str]:

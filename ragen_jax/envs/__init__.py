@@ -25,6 +25,7 @@ from ragen_jax.envs.outside.tasks import AgentTasks
 from ragen_jax.envs.rubik import Rubik2x2
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
+from ragen_jax.envs.textworld.environment import TextWorldEnvironment
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.imports import import_object
 from ragen_jax.utils.threads import Fault
@@ -42,6 +43,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'http': HttpEnvironment,
   'agent': AgentTasks,
   'dataset': DatasetEnvironment,
+  'textworld': TextWorldEnvironment,
 }
 
 __all__ = [

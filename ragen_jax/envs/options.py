@@ -58,6 +58,12 @@ def check_seconds(env: str, option: str, value: Any) -> None:
     raise ValueError(f'{env}: {option}={value!r}; allowed: seconds, above 0')
 
 
+def check_share(env: str, option: str, value: Any) -> None:
+  """Raises ValueError if a share is not a number between 0 and 1, both excluded."""
+  if not is_number(value) or not 0 < value < 1:
+    raise ValueError(f'{env}: {option}={one_line(value)}; allowed: numbers between 0 and 1')
+
+
 def check_workers(env: str, workers: Any, step_timeout_s: Any) -> None:
   """Raises ValueError if the number of threads or the time limit of `utils.threads.run_calls` is out of range."""
   check_whole_number(env, 'workers', workers, 0)

@@ -19,6 +19,7 @@ from ragen_jax.envs.options import (
   check_flag,
   check_mapping,
   check_seconds,
+  check_share,
   check_text,
   check_whole_number,
   is_number,
@@ -27,7 +28,6 @@ from ragen_jax.envs.outside.base import Session, TextEnvironment
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.threads import Fault
 
-SPLITS = ('all', 'train', 'test')
 ORDERS = ('shuffled', 'fixed')
 BAD_ROWS = ('refuse', 'drop')
 _MOST_WORKERS = 256
@@ -104,15 +104,14 @@ class DatasetEnvironment(TextEnvironment):
     object.__setattr__(self, 'path', _check_paths(self.path))
     _check_source(self)
     _check_pattern(self.answer_pattern)
-    check_choice('dataset', 'split', self.split, SPLITS)
+    check_choice('dataset', 'split', self.split, selection.SPLITS)
     check_choice('dataset', 'order', self.order, ORDERS)
     check_choice('dataset', 'bad_rows', self.bad_rows, BAD_ROWS)
     for option, least in (('limit', 0), ('max_question_chars', 0), ('attempts', 1), ('workers', 1)):
       check_whole_number('dataset', option, getattr(self, option), least)
     if self.workers > _MOST_WORKERS:
       raise ValueError(f'dataset: workers={self.workers}; allowed: at most {_MOST_WORKERS}')
-    if not is_number(self.test_share) or not 0 < self.test_share < 1:
-      raise ValueError(f'dataset: test_share={one_line(self.test_share)}; allowed: numbers between 0 and 1')
+    check_share('dataset', 'test_share', self.test_share)
     if not is_number(self.decay) or not 0 <= self.decay <= 1:
       raise ValueError(f'dataset: decay={one_line(self.decay)}; allowed: numbers from 0 to 1')
     check_flag('dataset', 'show_verdict', self.show_verdict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import unicodedata
 
+SPLITS = ('all', 'train', 'test')  # parts of a source
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
 _DIGEST = 12  # bytes; two of a million items collide with a probability of 1e-17

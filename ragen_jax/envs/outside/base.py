@@ -72,6 +72,17 @@ class Session(abc.ABC):
     """For each row the thought behind the reference actions, a text, for demonstrations. The default is empty."""
     return [''] * len(rows)
 
+  def legal_actions(self, rows: Sequence[int]) -> list[Any]:
+    """The actions that random play chooses from, in the present state of each row, which does not change.
+
+    Only for environments with `has_legal_actions` that have no `action_words`.
+
+    Returns:
+      For each row an input of `read_expert`: the texts of actions; or a `Fault`.
+    """
+    del rows
+    raise NotImplementedError('legal actions are not known')
+
   def end(self) -> None:
     """Called when a rollout is over: no row is stepped before its next reset. The default does nothing."""
     return
@@ -140,7 +151,7 @@ class TextEnvironment(Game):
 
   @property
   def has_legal_actions(self) -> bool:
-    """Whether actions are words; free text cannot be listed."""
+    """Whether legal actions can be listed: actions are words, or else its sessions have `legal_actions`."""
     return bool(self.action_words)
 
   def legal_actions(self, states: Any) -> list[list[str]]:
@@ -220,20 +231,23 @@ def _read_metrics(raw: Any) -> dict[str, float] | Fault:
   return found
 
 
-def read_expert(raw: Any) -> list[str] | Fault:
-  """The checked texts of reference actions, from a list or tuple; a text alone is no list."""
-  actions, fault = attempt(functools.partial(_read_expert, raw), 'reading reference actions')
+def read_expert(raw: Any, what: str = 'expert') -> list[str] | Fault:
+  """The checked texts of reference or legal actions, from a list or tuple; a text alone is no list.
+
+  `what` names the method that returned it in a fault.
+  """
+  actions, fault = attempt(functools.partial(_read_expert, raw, what), f'reading the actions of {what}')
   return fault or actions
 
 
-def _read_expert(raw: Any) -> list[str] | Fault:
+def _read_expert(raw: Any, what: str) -> list[str] | Fault:
   if isinstance(raw, Fault):
     return _read_fault(raw)
   if not isinstance(raw, tuple | list):
-    return Fault('expert did not return a list of texts', short(raw))
+    return Fault(f'{what} did not return a list of texts', short(raw))
   texts = [read_text(action) for action in raw]
   wrong = next((text for text in texts if isinstance(text, Fault)), None)
-  return texts if wrong is None else Fault('expert did not return a list of texts', wrong.detail)
+  return texts if wrong is None else Fault(f'{what} did not return a list of texts', wrong.detail)
 
 
 def read_step(raw: Any, form: ImageForm | None = None) -> TextStep | Fault:

@@ -1,4 +1,4 @@
-"""The objects that rows of a Python class or of Gymnasium play with, in this process or in worker processes.
+"""The objects that rows of a Python class, Gymnasium or TextWorld play with, in this process or in worker processes.
 
 A worker process loads this file by its path, and not as a part of its package, because `ragen_jax.envs` loads JAX. Of
 this package it may import `ragen_jax.utils` only.
@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import logging
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -256,20 +257,31 @@ def _flag(name: str, value: Any) -> bool:
   return bool(value)
 
 
+# -- TextWorld ---------------------------------------------------------------------------------------------------------
+
+
+def _textworld_games(**settings: Any) -> Any:
+  """The games of envs/textworld, whose file is loaded by its path too."""
+  file = pathlib.Path(__file__).parents[1] / 'textworld' / 'games.py'
+  return import_object('textworld', f'{file}:TextWorldGames')(**settings)
+
+
 # -- in a worker process -----------------------------------------------------------------------------------------------
 
 
 class Rows:
   """The games of a worker process, of the rows of several sessions. A game is made at the first reset of its row."""
 
-  _KINDS: Mapping[str, Callable[..., Any]] = {'python': PythonGames, 'gymnasium': GymnasiumGames}
+  _KINDS: Mapping[str, Callable[..., Any]] = {
+    'python': PythonGames, 'gymnasium': GymnasiumGames, 'textworld': _textworld_games
+  }  # fmt: skip
 
   def __init__(self, kind: str, settings: Mapping[str, Any], info_keys: Sequence[str]):
     """Loads the user's code.
 
     Args:
       kind: type of the environment.
-      settings: arguments of `PythonGames` or `GymnasiumGames`.
+      settings: arguments of `PythonGames`, `GymnasiumGames` or `TextWorldGames`.
       info_keys: what the parent reads of the last value of a step, if it is a mapping; the rest may not be plain.
     """
     self._info_keys, self._problem = tuple(info_keys), ''
@@ -319,7 +331,7 @@ class Rows:
       raise
 
   def advise(self, what: str, session: int, row: int) -> Any:
-    """What a game's method `expert` or `rationale` returns; it keeps the game, also if the method raises."""
+    """What a method of a game, such as `expert`, returns; it keeps the game, also if the method raises."""
     game = self._rows.get((session, row))
     return Fault(LOST) if game is None else getattr(game, what)()
 

@@ -96,7 +96,7 @@ class GameProcesses:
     """See `game_processes`."""
     self._described = kind, pack(dict(settings)), memory_mib
     self.step_timeout_s = step_timeout_s
-    args, name = (kind, dict(settings), INFO_KEYS), str(settings.get('class_path') or settings.get('id'))
+    args, name = (kind, dict(settings), INFO_KEYS), str(settings.get('class_path') or settings.get('id') or kind)
     self.workers = Workers(_FACTORY, args, count=count, memory_mib=memory_mib, name=name)
     self._sessions = itertools.count()
     self._ended: list[int] = []  # sessions; added to by finalizers, which may run at any place
@@ -188,6 +188,9 @@ class ProcessSession(Session):
 
   def rationale(self, rows: Sequence[int]) -> list[Any]:
     return self._spread('rationale', rows, functools.partial(self._advise, 'rationale'))
+
+  def legal_actions(self, rows: Sequence[int]) -> list[Any]:
+    return self._spread('legal_actions', rows, functools.partial(self._advise, 'legal_actions'))
 
   def _spread(self, what: str, rows: Sequence[int], play: Callable[[Worker, list[int]], dict[int, Any]]) -> list[Any]:
     """The results of rows, each played by the worker that it belongs to."""

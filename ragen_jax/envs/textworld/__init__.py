@@ -1,0 +1,1 @@
+"""Text adventures of the package TextWorld as an environment: game files, and their play in worker processes."""

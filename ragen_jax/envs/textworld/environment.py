@@ -1,0 +1,195 @@
+"""The environment of type 'textworld': text adventures of the package TextWorld, played in worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ragen_jax.envs.base import Budget
+from ragen_jax.envs.dataset import selection
+from ragen_jax.envs.options import (
+  check_choice,
+  check_flag,
+  check_integer,
+  check_processes,
+  check_seconds,
+  check_share,
+  check_text,
+)
+from ragen_jax.envs.outside.base import Session, TextEnvironment
+from ragen_jax.envs.outside.processes import GameProcesses, game_processes
+from ragen_jax.envs.textworld import library
+
+REWARDS = ('score', 'win')
+# Words of the interpreter that stop, repeat or take back play, or change how it is told. They are no part of a story:
+# the package loses track of the game, or waits for an answer to a question about the program.
+_OUTSIDE_THE_STORY = frozenset({
+  'again', 'brief', 'g', 'long', 'normal', 'noscript', 'notify', 'nouns', 'o', 'oops', 'pronouns', 'q', 'quit',
+  'recording', 'replay', 'restart', 'restore', 'save', 'script', 'short', 'superbrief', 'transcript', 'undo', 'unscript',
+  'verbose', 'verify', 'version',
+})  # fmt: skip
+# One command: other signs separate commands.
+_COMMAND = re.compile(r"(?!tw-)[a-z0-9][a-z0-9' -]{0,99}", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextWorldEnvironment(TextEnvironment):
+  """Text adventures. An action is a command in words. docs/textworld.md describes the options for users.
+
+  Making it checks its options and reads no files. The games are read or made by `check`, or when they are first needed.
+
+  Attributes:
+    path: game files, see `library.find_games`; '' for games that the package's generator makes.
+    games: number of games that are made, of both parts together.
+    seed: another one makes other games.
+    rooms, objects, quest_length: size of a game that is made; `quest_length` is the commands of its walkthrough.
+    cache: folder that keeps games that were made.
+    split: 'all' games, or the 'train' or 'test' part of them.
+    test_share: share of the games in the test part.
+    reward: 'score' pays the points of the game, 'win' pays 1 for a game that is won.
+    show_commands: whether each observation lists the admissible commands.
+    processes: number of processes that the rows are spread over.
+    memory_mib: limit of the memory that each process may write to; 0 for no limit.
+    step_timeout_s: time limit of a step or a reset, in seconds.
+    make_timeout_s: time limit for making one game, in seconds.
+  """
+
+  name: ClassVar[str] = 'textworld'
+  state_label: ClassVar[str] = 'Observation'
+  has_expert: ClassVar[bool] = True
+  has_legal_actions: ClassVar[bool] = True
+  any_thread: ClassVar[bool] = True
+  action_help: ClassVar[str] = "An action is one command, such as 'go north' or 'open box'."
+
+  path: str = ''
+  games: int = 100
+  seed: int = 0
+  rooms: int = 3
+  objects: int = 5
+  quest_length: int = 3
+  cache: str = '~/.cache/ragen_jax/textworld'
+  split: str = 'all'
+  test_share: float = 0.2
+  reward: str = 'score'
+  show_commands: bool = True
+  processes: int = 2
+  memory_mib: int = 4096
+  step_timeout_s: float = 60.0
+  make_timeout_s: float = 300.0
+
+  def __post_init__(self):
+    check_text('textworld', 'path', self.path)
+    check_text('textworld', 'cache', self.cache, blank=False)
+    for option, low, high in (
+      ('games', 1, library.MOST_GAMES), ('seed', 0, library.MOST_SEEDS), ('rooms', 1, 20), ('objects', 1, 50),
+      ('quest_length', 1, 20),
+    ):  # fmt: skip
+      check_integer('textworld', option, getattr(self, option), low, high)
+    check_choice('textworld', 'split', self.split, selection.SPLITS)
+    check_share('textworld', 'test_share', self.test_share)
+    check_choice('textworld', 'reward', self.reward, REWARDS)
+    check_flag('textworld', 'show_commands', self.show_commands)
+    if self.processes == 0 and not isinstance(self.processes, bool):
+      raise ValueError("textworld: processes=0; allowed: from 1, since TextWorld's parser breaks in threads")
+    check_processes('textworld', self.processes, self.memory_mib, 1)
+    check_seconds('textworld', 'step_timeout_s', self.step_timeout_s)
+    check_seconds('textworld', 'make_timeout_s', self.make_timeout_s)
+
+  # -- text ------------------------------------------------------------------------------------------------------------
+
+  def rules(self) -> str:
+    pays = {'score': 'Each point of the score pays 1.', 'win': 'It pays 1.'}[self.reward]
+    text = (
+      'You play a text adventure. The first text tells your task; fulfil it to win. Commands are such as: look, goal, '
+      'inventory, go north, examine X, take X, take X from Y, drop X, put X on Y, insert X into Y, open X, close X, '
+      f'unlock X with Y, lock X with Y, eat X. {pays}'
+    )
+    return text + ' Each text ends with the commands that are possible.' * bool(self.show_commands)
+
+  def parse_action(self, text: str) -> str | None:
+    """The command with single blanks; None for several commands, and for one that is not a part of the story."""
+    command = ' '.join(text.split())
+    words = command.casefold().split(' ')
+    if not _COMMAND.fullmatch(command) or words[0] in _OUTSIDE_THE_STORY or 'then' in words:
+      return None
+    return command
+
+  def check_budget(self, budget: Budget) -> None:
+    """Raises ValueError if games that are made need more commands than an episode has."""
+    if not self.path and budget.most_actions < self.quest_length:
+      raise ValueError(
+        f'quest_length={self.quest_length}; allowed: at most {budget.most_actions}, which max_actions, max_turns and '
+        'max_actions_per_turn leave'
+      )
+
+  # -- the games -------------------------------------------------------------------------------------------------------
+
+  @functools.cached_property
+  def files(self) -> tuple[library.GameFile, ...]:
+    """The games of the part that is played; ValueError, with one line, if they cannot be read or made."""
+    if self.path:
+      found, source = library.find_games(self.path), f'path={self.path!r}'
+    else:
+      recipe = library.Recipe(**{field.name: getattr(self, field.name) for field in dataclasses.fields(library.Recipe)})
+      limits = {'processes': self.processes, 'memory_mib': self.memory_mib, 'timeout_s': self.make_timeout_s}
+      found, source = library.make_games(recipe, **limits), f'games={self.games}'
+    wanted = {'all': (False, True), 'train': (False,), 'test': (True,)}[self.split]
+    part = tuple(x for x in found if selection.is_held_out(x.id, self.test_share) in wanted)
+    if not part:
+      raise ValueError(
+        f'textworld: {source}: none of {len(found)} games is in the part split={self.split!r} with '
+        f'test_share={self.test_share}; use more games or another share'
+      )
+    return part
+
+  def _index(self, seed: int) -> int:
+    return selection.select(seed, len(self.files), 'shuffled')
+
+  def level_id(self, seed: int) -> str:
+    """The identity of the game: equal for equal games of any file, see `library.identity`."""
+    return self.files[self._index(seed)].id
+
+  @functools.cached_property
+  def _processes(self) -> GameProcesses:
+    settings = {
+      'files': tuple(x.path for x in self.files), 'reward': self.reward, 'shows_commands': bool(self.show_commands)
+    }  # fmt: skip
+    limits = {'memory_mib': self.memory_mib, 'step_timeout_s': self.step_timeout_s}
+    return game_processes('textworld', settings, count=self.processes, **limits)
+
+  def check(self) -> None:
+    """Reads or makes the games, and loads the package in a process; raises ValueError, with one line, if that fails."""
+    library.check_package()
+    self._processes.describe('textworld: the package textworld')
+
+  def open(self, rows: int) -> TextWorldSession:
+    return TextWorldSession(self._processes.open(rows), self._index)
+
+
+class TextWorldSession(Session):
+  """The rows of worker processes, which number games by their index in place of the seeds of levels."""
+
+  def __init__(self, session: Session, index: Any):
+    """Args: the session of the processes, and the function from a seed to the index of its game."""
+    self._session, self._index = session, index
+
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
+    return self._session.reset(rows, [self._index(seed) for seed in seeds], members)
+
+  def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
+    return self._session.step(rows, actions)
+
+  def expert(self, rows: Sequence[int]) -> list[Any]:
+    return self._session.expert(rows)
+
+  def rationale(self, rows: Sequence[int]) -> list[Any]:
+    return self._session.rationale(rows)
+
+  def legal_actions(self, rows: Sequence[int]) -> list[Any]:
+    return self._session.legal_actions(rows)
+
+  def end(self) -> None:
+    self._session.end()
