@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 
@@ -13,6 +14,8 @@ from ragen_jax.agent.episode import Status
 from ragen_jax.agent.pools import make_pool
 from ragen_jax.config.checks import check_sft
 from ragen_jax.envs.base import Budget
+from ragen_jax.envs.outside.base import TextEnvironment
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.baselines import evaluation_levels, play_baseline
 from ragen_jax.evaluation.evaluator import EvaluationSettings
 from ragen_jax.modes.play import play
@@ -53,6 +56,59 @@ def test_experts_that_fail_give_no_advice_and_are_told_of_once(caplog):
     "envs.Troubled, level 12: expert names what is no action: 'Three'; there is no advice",
     'envs.Troubled: rationale is not a string: 7; the thought is left out',
   ]
+
+
+class Session:
+  """Rows whose actions are free text; the session knows which exist. Two rows tell nonsense."""
+
+  def reset(self, rows, seeds, members):
+    return ['begin'] * len(rows)
+
+  def step(self, rows, actions):
+    return [(f'{action}!', float(action == 'right'), action == 'right', action == 'right') for action in actions]
+
+  def legal_actions(self, rows):
+    return [['no, sir'] if row == 1 else 7 if row == 2 else ['left', 'right'] for row in rows]
+
+  def end(self):
+    pass
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Doors(TextEnvironment):
+  name = 'doors'
+  has_legal_actions = True
+
+  def rules(self):
+    return 'Go right.'
+
+  def parse_action(self, text):
+    return None if ',' in text else super().parse_action(text)
+
+  def open(self, rows):
+    return Session()
+
+
+def test_random_play_chooses_among_what_a_session_lists(tiny, caplog):
+  spec = EnvSpec('Doors', Doors(), Budget(max_turns=4, max_actions=4, max_actions_per_turn=1), 30, 4)
+  pool = make_pool(spec, 4, 1)
+  pool.reset(np.arange(4), np.zeros(4, int))
+  with caplog.at_level(logging.WARNING, 'ragen_jax.agent.outside_pool'):
+    assert pool.legal_actions() == [['left', 'right'], [], [], ['left', 'right']]
+    pool.step([['right'], [], [], ['left']])
+    assert pool.legal_actions() == [[], [], [], ['left', 'right']]
+  told = [r.getMessage().split(' (')[0] for r in caplog.records]
+  assert told == [
+    "envs.Doors, level 1: legal_actions names what is no action: 'no, sir'; random play has no action",
+    'envs.Doors, level 2: legal_actions did not return a list of texts: 7; random play has no action',
+  ]
+  (levels,) = evaluation_levels([spec], _evaluation(0))
+  context = ContextManager(tiny, [spec], context_settings())
+  episodes, _ = play_baseline('random', levels, context, _evaluation(0), limits=limits(max_turns=4), step=0)
+  played = [[action for turn in e.turns for action in turn.actions] for e in episodes]
+  assert played[1] == played[2] == []
+  assert all(own[-1] == 'right' or len(own) == 4 for own in (played[0], *played[3:]))
+  assert {action for own in played for action in own} == {'left', 'right'}
 
 
 def _evaluation(first: int) -> EvaluationSettings:

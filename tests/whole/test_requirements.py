@@ -20,7 +20,7 @@ IMPORTED_BY_OTHERS = {'jinja2'}
 # Packages that are imported where a feature needs them, and come with another requirement or are installed by the user.
 OPTIONAL = {
   'anyio', 'bm25s', 'datasets', 'gymnasium', 'httpx2', 'huggingface_hub', 'math_verify', 'mcp', 'mcp_types', 'mlflow',
-  'pyarrow', 'reasoning_gym', 'trackio', 'wandb',
+  'pyarrow', 'reasoning_gym', 'textworld', 'trackio', 'wandb',
 }  # fmt: skip
 
 
@@ -101,7 +101,9 @@ def test_the_lock_is_made_from_all_that_users_install():
   """Users of an accelerator, a tracker or data sets add these, and only contributors install what the tests need."""
   tool = _lock_page()
   files = {path.name for path in ROOT.glob('requirements*.txt')}
-  assert sorted(tool.RANGES) == sorted(files - {f'requirements-{x}.txt' for x in ('dev', 'aot', 'data', 'trackers')})
+  assert sorted(tool.RANGES) == sorted(
+    files - {f'requirements-{x}.txt' for x in ('dev', 'aot', 'data', 'textworld', 'trackers')}
+  )
   (command,) = re.findall('^#   uv pip compile (.*)$', tool.LOCK.read_text(), flags=re.MULTILINE)
   assert [word for word in command.split() if word.endswith('.txt')] == list(tool.RANGES)
 

@@ -28,8 +28,8 @@ REWARDS = ('score', 'win')
 # the package loses track of the game, or waits for an answer to a question about the program.
 _OUTSIDE_THE_STORY = frozenset({
   'again', 'brief', 'g', 'long', 'normal', 'noscript', 'notify', 'nouns', 'o', 'oops', 'pronouns', 'q', 'quit',
-  'recording', 'replay', 'restart', 'restore', 'save', 'script', 'short', 'superbrief', 'transcript', 'undo', 'unscript',
-  'verbose', 'verify', 'version',
+  'recording', 'replay', 'restart', 'restore', 'save', 'script', 'short', 'superbrief', 'transcript', 'undo',
+  'unscript', 'verbose', 'verify', 'version',
 })  # fmt: skip
 # One command: other signs separate commands.
 _COMMAND = re.compile(r"(?!tw-)[a-z0-9][a-z0-9' -]{0,99}", re.IGNORECASE)
