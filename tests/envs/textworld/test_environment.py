@@ -11,6 +11,7 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax import envs as registry
+from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.config.checks import check_config
 from ragen_jax.envs.base import Budget
@@ -18,6 +19,7 @@ from ragen_jax.envs.outside.base import read_expert, read_step
 from ragen_jax.envs.textworld import library
 from ragen_jax.evaluation.baselines import evaluation_levels, play_baseline
 from ragen_jax.evaluation.evaluator import EvaluationSettings
+from ragen_jax.models import presets
 from ragen_jax.modes.play import play
 from ragen_jax.modes.sft import train_sft
 from tests.support.configs import assert_refused, small_config
@@ -197,7 +199,7 @@ def test_episodes_are_those_of_the_package_s_own_loop(made):
 
 
 @pytest.mark.slow
-def test_random_and_oracle_rows_a_hint_and_a_warm_start(made, tiny, tmp_path):
+def test_random_and_oracle_rows_a_hint_and_a_warm_start(made, tmp_path):
   options = {'path': made, 'split': 'all', 'processes': 2}
   config = small_config(train__tags=('TextWorld',), eval__tags=('TextWorldTest',))
   config.envs.TextWorld.update(options)
@@ -207,7 +209,7 @@ def test_random_and_oracle_rows_a_hint_and_a_warm_start(made, tiny, tmp_path):
     first_level=0, group_size=8, temperature=1.0, top_p=1.0, top_k=0, greedy_too=False, episodes=0
   )
   (levels,) = evaluation_levels(specs, settings)
-  context = ContextManager(tiny, specs, context_settings())
+  context = ContextManager(ChatTokenizer(presets.resolve('tiny', '')), specs, context_settings())
   won = {}
   for kind in ('random', 'solver'):
     episodes, _ = play_baseline(kind, levels, context, settings, limits=limits(max_turns=10), step=0)
@@ -216,8 +218,9 @@ def test_random_and_oracle_rows_a_hint_and_a_warm_start(made, tiny, tmp_path):
   assert won['solver'] == 1.0 > won['random']
   out = io.StringIO()
   play(config, io.StringIO('hint\nundo\nlook\nquit\n'), out)
-  shown = out.getvalue()
-  assert 'Possible commands: ' in shown and 'Welcome' in shown
+  shown, session = out.getvalue(), specs[0].env.open(1)
+  first = session.reset([0], [config.train.first_level], [0])[0]
+  assert first in shown and f'{read_expert(session.expert([0])[0])[0]}\n' in shown.replace(first, '')
   config.sft.tags, config.sft.levels, config.sft.steps, config.sft.batch_size = ('TextWorld',), (8,), 2, 2
   config.sft.output = str(tmp_path / 'out')
   config.agent.max_context = 2048
