@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -86,12 +87,17 @@ def _check_optional(config: ConfigDict, tag: str, values: Mapping[str, Any], *, 
       )
 
 
-def check_needs(specs: Iterable[EnvSpec]) -> None:
-  """Checks each environment once (`Game.check`); UserError, which names envs.TAG, if something it needs is missing."""
+def check_needs(specs: Iterable[EnvSpec], episodes: Mapping[str, int] = MappingProxyType({})) -> None:
+  """Checks each environment once (`Game.check`); UserError, which names envs.TAG, if something it needs is missing.
+
+  Args:
+    episodes: for a tag, how many are played at a time; 1 for others.
+  """
   for tag, env in {spec.tag: spec.env for spec in specs}.items():
     try:
       with foreign.calling(f'envs.{tag}') if env.is_outside else contextlib.nullcontext():
         env.check()
+        env.check_episodes(episodes.get(tag, 1))
     except ValueError as e:
       raise UserError(f'envs.{tag}: {one_line(e, str)}') from e
     except Exception as e:

@@ -106,10 +106,15 @@ def check_config(
 
 def _check_needs(config: ConfigDict, sections: Sequence[str]) -> None:
   """Checks that environments, also those that a built-in runner plays, have what they need."""
-  tags = dict.fromkeys(tag for section in sections for tag in config[section].tags)
-  runners = [config.envs[tag].get('runner', '') for tag in tags]
-  tags |= dict.fromkeys(name.removeprefix(ENVIRONMENT) for name in runners if name.startswith(ENVIRONMENT))
-  check_needs(build.env_specs(config, tuple(tags), (1,) * len(tags)))
+  episodes: dict[str, int] = {}  # tag -> how many this process plays at a time
+  for section in sections:
+    part = config[section]
+    for tag, groups in zip(part.tags, build.group_counts(part, section), strict=True):
+      episodes[tag] = max(episodes.get(tag, 1), groups * part.group_size // jax.process_count())
+  runners = [config.envs[tag].get('runner', '') for tag in episodes]
+  played = dict.fromkeys((name.removeprefix(ENVIRONMENT) for name in runners if name.startswith(ENVIRONMENT)), 1)
+  tags = tuple(episodes | played)
+  check_needs(build.env_specs(config, tags, (1,) * len(tags)), played | episodes)
 
 
 def check_plan(config: ConfigDict) -> None:

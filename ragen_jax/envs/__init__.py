@@ -20,6 +20,7 @@ from ragen_jax.envs.game_2048 import Game2048
 from ragen_jax.envs.outside.base import Session, TextEnvironment
 from ragen_jax.envs.outside.gymnasium import GymnasiumEnvironment
 from ragen_jax.envs.outside.http import HttpEnvironment
+from ragen_jax.envs.outside.openenv import OpenEnvEnvironment
 from ragen_jax.envs.outside.python import PythonEnvironment
 from ragen_jax.envs.outside.tasks import AgentTasks
 from ragen_jax.envs.rubik import Rubik2x2
@@ -41,6 +42,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'python': PythonEnvironment,
   'gymnasium': GymnasiumEnvironment,
   'http': HttpEnvironment,
+  'openenv': OpenEnvEnvironment,
   'agent': AgentTasks,
   'dataset': DatasetEnvironment,
   'textworld': TextWorldEnvironment,

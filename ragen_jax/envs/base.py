@@ -181,6 +181,13 @@ class Game(abc.ABC):
     """
     return
 
+  def check_episodes(self, count: int) -> None:
+    """Raises ValueError, with one line, if so many episodes cannot be played at a time; called after `check`.
+
+    The default plays any number.
+    """
+    del count
+
   def check_budget(self, budget: Budget) -> None:
     """Raises ValueError if no level can be solved within the budget. The default accepts every budget."""
     del budget

@@ -95,6 +95,14 @@ def check_text(env: str, option: str, value: Any, *, blank: bool = True) -> str:
   return value
 
 
+def check_url(env: str, option: str, value: Any) -> None:
+  """Raises ValueError if a value is not an address of http or https, or has a user name or a password."""
+  if not isinstance(value, str) or not value.startswith(('http://', 'https://')):
+    raise ValueError(f"{env}: {option}={value!r}; allowed: 'http://host:port/path' or https")
+  if '@' in value.split('/')[2]:
+    raise ValueError(f'{env}: {option} has a user name or a password, which configs and logs would show; allowed: none')
+
+
 def check_wording(env: str, system: Any, state_label: Any, counts_turns: Any, whole_answer: Any) -> dict[str, Any]:
   """These attributes of a `Game` by name; ValueError if one is not text, or neither True nor False."""
   check_text(env, 'system', system)

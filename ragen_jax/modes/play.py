@@ -224,7 +224,7 @@ class Person:
   def _allowed(self) -> str:
     """The words that can be typed, in one line."""
     env, sep = self._spec.env, self._context.settings.action_sep
-    actions = env.action_help or f'allowed: {", ".join(env.action_words)}'
+    actions = env.action_help or f'allowed: {", ".join(env.action_words) or "what the task describes"}'
     separated = f', separated by {sep}' if self._spec.actions_a_turn > 1 else ''
     return f'{actions.removesuffix(".")}{separated}; or {", ".join(_COMMANDS)}'
 

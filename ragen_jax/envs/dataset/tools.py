@@ -15,13 +15,13 @@ import dataclasses
 import functools
 import inspect
 import json
-import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ragen_jax.envs.options import check_seconds, check_text, check_whole_number, is_integer, is_number
+from ragen_jax.envs.json_schema import describe, fits
+from ragen_jax.envs.options import check_seconds, check_text, check_whole_number
 from ragen_jax.envs.outside.images import read_text
 from ragen_jax.utils.errors import describe_error, one_line
 from ragen_jax.utils.imports import import_function
@@ -29,12 +29,6 @@ from ragen_jax.utils.threads import Fault, run_calls
 
 CUT_MARK = ' [cut]'
 _LEAST_CHARS = 100
-# How usages and messages write the types of JSON.
-_TYPES = {
-  'string': 'text', 'integer': 'whole number', 'number': 'number', 'boolean': 'true or false', 'array': 'list',
-  'object': 'object',
-}  # fmt: skip
-_PLAIN = {'string': str, 'boolean': bool, 'array': list, 'object': dict}
 _JSON_TYPES = {str: 'string', int: 'integer', float: 'number', bool: 'boolean'}
 
 
@@ -54,9 +48,8 @@ class Tool(abc.ABC):
   Class attributes, or properties:
     name: in calls, in `tool_options` and in metrics; in snake case.
     help: what the tool does, in one line that follows its name.
-    schema: JSON schema of the arguments: an object. The `type` and the `enum` of its properties are checked, and what
-      is in lists and objects is left to the tool; a property without a `type` may be anything. If the only property is
-      a text, the whole argument of a call is this text; otherwise it is JSON.
+    schema: JSON schema of the arguments: an object, whose properties are checked as far as `json_schema.fits` reads
+      them. If the only property is a text, the whole argument of a call is this text; otherwise it is JSON.
 
   Attributes:
     budget: maximum number of calls in an episode; 0 for no limit.
@@ -105,7 +98,7 @@ class Tool(abc.ABC):
     if _takes_text(self.schema):
       return f'{self.name}[{next(iter(properties))}]'
     optional = {field: '' if self._needs(field) else ' (optional)' for field in properties}
-    parts = [f'"{field}": {_describe(kind)}{optional[field]}' for field, kind in properties.items()]
+    parts = [f'"{field}": {describe(kind)}{optional[field]}' for field, kind in properties.items()]
     return f'{self.name}[{"{" + ", ".join(parts) + "}" if parts else ""}]'
 
   def _needs(self, field: str) -> bool:
@@ -131,8 +124,8 @@ class Tool(abc.ABC):
     for field, kind in properties.items():
       if field not in values and self._needs(field):
         raise WrongArguments(f'The argument "{field}" is missing; write {self.usage}.')
-      if field in values and not _has_type(values[field], kind):
-        raise WrongArguments(f'"{field}" must be: {_describe(kind)}.')
+      if field in values and not fits(values[field], kind):
+        raise WrongArguments(f'"{field}" must be: {describe(kind)}.')
     return values
 
 
@@ -140,23 +133,6 @@ def _takes_text(schema: Mapping[str, Any]) -> bool:
   """Whether the argument of a call is a text without JSON around it."""
   kinds = list(schema['properties'].values())
   return len(kinds) == 1 and kinds[0].get('type') == 'string' and 'enum' not in kinds[0]
-
-
-def _describe(kind: Mapping[str, Any]) -> str:
-  """The values of a property in words."""
-  return ' or '.join(map(json.dumps, kind['enum'])) if 'enum' in kind else _TYPES.get(kind.get('type'), 'JSON')
-
-
-def _has_type(value: Any, kind: Mapping[str, Any]) -> bool:
-  """Whether a value from JSON is one of a property of a schema."""
-  name = kind.get('type')
-  if name in _PLAIN:
-    right = isinstance(value, _PLAIN[name])
-  elif name is None:
-    right = True
-  else:
-    right = is_integer(value) or (name == 'number' and is_number(value) and math.isfinite(value))
-  return right and value in kind.get('enum', (value,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

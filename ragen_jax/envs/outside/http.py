@@ -42,6 +42,7 @@ from ragen_jax.envs.options import (
   check_mapping,
   check_seconds,
   check_text,
+  check_url,
   check_whole_number,
   check_wording,
 )
@@ -97,10 +98,7 @@ class HttpEnvironment(TextEnvironment):
   image_size: tuple[int, int] = (0, 0)
 
   def __post_init__(self):
-    if not isinstance(self.url, str) or not self.url.startswith(('http://', 'https://')):
-      raise ValueError(f"http: url={self.url!r}; allowed: 'http://host:port/path' or https")
-    if '@' in self.url.split('/')[2]:
-      raise ValueError('http: url has a user name or a password, which configs and logs would show; allowed: none')
+    check_url('http', 'url', self.url)
     check_text('http', 'task', self.task, blank=False)
     check_text('http', 'action_help', self.action_help)
     check_wording('http', self.system, self.state_label, self.counts_turns, self.whole_answer)

@@ -1,0 +1,616 @@
+"""Environments behind servers of OpenEnv (the package `openenv`), over its WebSocket protocol; docs/openenv.md.
+
+A connection to /ws is a session, with an environment object of its own on the server. Messages are JSON, and the server
+answers each with one:
+
+    {"type": "reset", "data": {"seed": 10003, ...}}   {"type": "observation", "data": {"observation": {...},
+    {"type": "step", "data": {"message": "..."}}         "reward": 0.5, "done": false, "metadata": {...}}}
+    {"type": "state"}                                 {"type": "state", "data": {...}}
+    {"type": "close"}                                 the server closes the connection
+                                                      {"type": "error", "data": {"message": "...", "code": "..."}}
+
+A server that has no session left sends an error unasked. GET /health, /schema and /metadata describe the server. Each
+POST to /reset and /step plays an environment of its own, so they cannot play episodes of several turns, and are not
+used.
+
+All connections live in one thread with an event loop, which also answers the pings of the server while the policy
+writes. They are open from the beginning of a rollout to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import http.client
+import importlib
+import json
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar
+
+from ragen_jax.envs.json_schema import describe, fits, resolve
+from ragen_jax.envs.options import (
+  check_action_names,
+  check_mapping,
+  check_seconds,
+  check_text,
+  check_url,
+  check_whole_number,
+  check_wording,
+)
+from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
+from ragen_jax.envs.outside.timed_http import make_opener
+from ragen_jax.utils.errors import describe_error, one_line, short
+from ragen_jax.utils.retry import pause_s
+from ragen_jax.utils.threads import Fault
+
+EVERYTHING = '*'
+_INSTALL = 'pip install -r requirements-openenv.txt'
+_LONGEST_WAIT_S = 30.0
+_CLOSE_S = 5.0
+_LARGEST_MESSAGE = 64 << 20
+_LARGEST_DESCRIPTION = 1 << 20
+_GIVE_UP_AFTER = 3  # messages that took too long, one after another
+_FULL = 'CAPACITY_REACHED'
+# Of an action or observation: what is not part of the game.
+_BESIDES = ('metadata', 'done', 'reward')
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpenEnvEnvironment(TextEnvironment):
+  """A game on a server of OpenEnv.
+
+  Attributes:
+    url: the base address of the server, such as 'http://localhost:8000', http or https. Proxies are not used.
+    task: the game and its aim, for the prompt; '' for the description that the server gives.
+    action_field: the field of the action that an answer fills, which is text or a value in JSON; '*' for the whole
+      action as a JSON object; '' for the field if the action needs only one and that is text, otherwise '*'.
+    action_names: the words that are actions; without them, every text that fits the server's schema.
+    action_help: one line about the form of an action; '' for one made from the server's schema, below the task.
+    observation_field: path to the text in the observation, such as 'prompt' or 'messages.-1.content'; '' for the whole
+      observation, without its metadata, as JSON.
+    success: path in the observation to whether a game that is over is won, a bool, such as 'metadata.solved'; '' if it
+      is won when the last reward is above 0.
+    metrics: paths in the observation to numbers that are logged under the last name of the path.
+    state_metrics: paths in the state, which is then asked for after each step. The value at the end is logged.
+    options: more arguments of the environment's reset, beside the seed.
+    whole_answer, system, state_label, counts_turns: what an action is, and the wording of prompts; see `Game`.
+    timeout_s: time limit of a reset or a step, in seconds. Connecting is part of a reset.
+    retries: maximum number of repetitions of a reset whose connection is refused or lost, or that finds no session
+      free.
+    backoff_s: seconds before the second try, doubled before each further try, at most 30.
+    workers: maximum number of simultaneous messages.
+  """
+
+  name: ClassVar[str] = 'openenv'
+  any_thread: ClassVar[bool] = True
+
+  url: str = ''
+  task: str = ''
+  action_field: str = ''
+  action_names: tuple[str, ...] = ()
+  action_help: str = ''
+  observation_field: str = ''
+  success: str = ''
+  metrics: tuple[str, ...] = ()
+  state_metrics: tuple[str, ...] = ()
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  whole_answer: bool = True
+  system: str = ''
+  state_label: str = 'State'
+  counts_turns: bool = True
+  timeout_s: float = 60.0
+  retries: int = 3
+  backoff_s: float = 0.5
+  workers: int = 64
+
+  def __post_init__(self):
+    check_url('openenv', 'url', self.url)
+    for field in ('task', 'action_field', 'action_help', 'observation_field', 'success'):
+      check_text('openenv', field, getattr(self, field))
+    check_wording('openenv', self.system, self.state_label, self.counts_turns, self.whole_answer)
+    for field in ('timeout_s', 'backoff_s'):
+      check_seconds('openenv', field, getattr(self, field))
+    check_whole_number('openenv', 'retries', self.retries, 0)
+    check_whole_number('openenv', 'workers', self.workers, 1)
+    values = {
+      'action_names': check_action_names('openenv', self.action_names),
+      'options': check_mapping('openenv', 'options', self.options),
+      'metrics': _check_paths('metrics', self.metrics),
+      'state_metrics': _check_paths('state_metrics', self.state_metrics),
+    }
+    logged = [_last(path) for path in (*values['metrics'], *values['state_metrics'])]
+    if len(set(logged)) < len(logged):
+      raise ValueError(f'openenv: metrics={self.metrics!r}, state_metrics={self.state_metrics!r}; allowed: paths whose '
+                       'last names differ')  # fmt: skip
+    if 'seed' in values['options']:
+      raise ValueError('openenv: options has seed, which is the number of the level; allowed: other arguments')
+    try:
+      json.dumps(values['options'], allow_nan=False)
+    except (TypeError, ValueError) as e:
+      raise ValueError(f'openenv: options={self.options!r}; allowed: what JSON can say ({e})') from e
+    for field, value in values.items():
+      object.__setattr__(self, field, value)
+    _websockets()
+
+  # -- the server's description --------------------------------------------------------------------------------------
+
+  def check(self) -> None:
+    """Asks the server whether it is healthy and which actions and observations it has."""
+    self._action_form  # noqa: B018, raises if something is missing or does not fit
+    known = self._about['observation'].get('properties')
+    field = self.observation_field.partition('.')[0]
+    if field and known and field not in known:
+      raise ValueError(
+        f'openenv: observation_field={self.observation_field!r}; allowed: fields of the observation, '
+        f'{", ".join(name for name in known if name not in _BESIDES)}'
+      )
+    wrong = [name for name in self.action_names if self._data(name) is None]
+    if wrong:
+      raise ValueError(
+        f'openenv: action_names: {wrong[0]!r} does not fit the schema of the server, {self._action_words}'
+      )
+    if not self._task.strip():
+      raise ValueError("openenv: task=''; allowed: text, as the server has no description")
+
+  def check_episodes(self, count: int) -> None:
+    """Opens so many sessions at a time, and ends them."""
+    with contextlib.closing(OpenEnvSession(self, count)) as session:
+      session.try_out()
+
+  @functools.cached_property
+  def _about(self) -> dict[str, Any]:
+    """What the server says of itself: 'description', and the schemas 'action' and 'observation'."""
+    status = self._get('health').get('status')
+    if status != 'healthy':
+      raise ValueError(f'openenv: url={self.url!r}: the server is not healthy, its status is {short(status)}')
+    schemas = self._get('schema')
+    for name in ('action', 'observation'):
+      if not isinstance(schemas.get(name), Mapping):
+        raise ValueError(f'openenv: url={self.url!r}: /schema has no {name}; allowed: servers of OpenEnv')
+    description = '' if self.task.strip() else self._get('metadata').get('description')
+    return schemas | {'description': description if isinstance(description, str) else ''}
+
+  def _get(self, path: str) -> Mapping[str, Any]:
+    """The JSON object at a path of the server."""
+    where = f'{self.url.rstrip("/")}/{path}'
+    try:
+      with make_opener().open(where, timeout=self.timeout_s) as response:
+        text = response.read(_LARGEST_DESCRIPTION + 1)
+      if len(text) > _LARGEST_DESCRIPTION:
+        raise ValueError(f'more than {_LARGEST_DESCRIPTION >> 20} MiB')
+      found = json.loads(text)
+      if not isinstance(found, dict):
+        raise ValueError('no JSON object')
+      return found
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as e:
+      raise ValueError(
+        f'openenv: url={self.url!r}: no server of OpenEnv answers at {where} ({describe_error(e)})'
+      ) from e
+
+  @functools.cached_property
+  def _action_form(self) -> str:
+    """The field that an answer fills, or '*'."""
+    schema = self._about['action']
+    known = schema.get('properties')
+    known = {name: x for name, x in known.items() if name not in _BESIDES} if isinstance(known, Mapping) else {}
+    if self.action_field == EVERYTHING:
+      return EVERYTHING
+    if self.action_field:
+      if self.action_field not in known:
+        raise ValueError(
+          f'openenv: action_field={self.action_field!r}; allowed: * or a field of the action, {", ".join(known)}'
+        )
+      return self.action_field
+    needed = [name for name in known if name in schema.get('required', ())]
+    return needed[0] if len(needed) == 1 and self._is_text(needed[0]) else EVERYTHING
+
+  def _field_schema(self, field: str) -> Any:
+    return self._about['action']['properties'][field]
+
+  def _is_text(self, field: str) -> bool:
+    """Whether texts are values of a field of the action, so that they are not written as JSON."""
+    root, parts = self._about['action'], [self._field_schema(field)]
+    parts += resolve(parts[0], root).get('anyOf', [])
+    return any(resolve(part, root).get('type') == 'string' for part in parts)
+
+  @functools.cached_property
+  def _action_words(self) -> str:
+    """How an action is written, from the server's schema."""
+    schema, field = self._about['action'], self._action_form
+    if field == EVERYTHING:
+      names = [name for name in schema.get('properties', {}) if name not in _BESIDES]
+      parts = [
+        f'"{name}": {describe(self._field_schema(name), schema)}' + self._told(name)
+        + ('' if name in schema.get('required', ()) else ' (optional)') for name in names
+      ]  # fmt: skip
+      return f'An action is a JSON object, {{{", ".join(parts)}}}.'
+    words = describe(self._field_schema(field), schema)
+    if words == 'text':
+      return f'{FREE_TEXT[:-1]}{self._told(field)}.'
+    return f'An action is {words}{self._told(field)}.'
+
+  def _told(self, field: str) -> str:
+    """The server's description of a field, in brackets."""
+    told = resolve(self._field_schema(field), self._about['action']).get('description')
+    told = one_line(told, str)[:200] if isinstance(told, str) else ''
+    return f' ({told})' if told else ''
+
+  def rules(self) -> str:
+    """The task, and the form of an action if no other option tells it."""
+    task = self._task
+    return task if self.action_help or self.action_names else f'{task}\n{self._action_words}'
+
+  @property
+  def _task(self) -> str:
+    return self.task if self.task.strip() else self._about['description']
+
+  # -- actions -------------------------------------------------------------------------------------------------------
+
+  def parse_action(self, text: str) -> str | None:
+    """The text, if it is a word of `action_names` or an action that fits the schema of the server; else None."""
+    action = super().parse_action(text)
+    return None if action is None or self._data(action) is None else action
+
+  def _data(self, action: str) -> dict[str, Any] | None:
+    """The action that a text writes, as the server reads it; None if it writes none."""
+    schema, field = self._about['action'], self._action_form
+    if field != EVERYTHING and self._is_text(field) and fits(action, self._field_schema(field), schema):
+      return {field: action}
+    try:
+      value = json.loads(action, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+      return None
+    if field != EVERYTHING:
+      return {field: value} if fits(value, self._field_schema(field), schema) else None
+    return value if isinstance(value, dict) and fits(value, schema) else None
+
+  def open(self, rows: int) -> OpenEnvSession:
+    """A session for so many rows. Nothing is sent before the first reset."""
+    return OpenEnvSession(self, rows)
+
+
+def _no_constant(name: str) -> None:
+  raise ValueError(f'{name} is no JSON')
+
+
+def _check_paths(option: str, value: Any) -> tuple[str, ...]:
+  if not isinstance(value, tuple | list) or not all(isinstance(path, str) and path.strip() for path in value):
+    raise ValueError(f'openenv: {option}={one_line(value)}; allowed: names of fields, or paths with dots')
+  return tuple(value)
+
+
+def _last(path: str) -> str:
+  return path.rpartition('.')[2]
+
+
+def _websockets() -> Any:
+  """The module of the package's client; raises ValueError if the package is missing."""
+  try:
+    return importlib.import_module('websockets.asyncio.client')
+  except ImportError as e:
+    raise ValueError(f"type='openenv' needs the package websockets, which is missing: {_INSTALL}") from e
+
+
+# -- reading answers ---------------------------------------------------------------------------------------------------
+
+
+_MISSING = object()
+
+
+def _find(values: Any, path: str) -> Any:
+  """The value at a path of names and numbers of list items, separated by dots; `_MISSING` if there is none."""
+  for name in path.split('.'):
+    if isinstance(values, Mapping) and name in values:
+      values = values[name]
+    elif isinstance(values, list) and name.lstrip('-').isdecimal() and -len(values) <= int(name) < len(values):
+      values = values[int(name)]
+    else:
+      return _MISSING
+  return values
+
+
+def _observed(data: Any) -> dict[str, Any] | Fault:
+  """The observation of an answer, with its metadata, which some versions of the server put beside it."""
+  seen = data.get('observation') if isinstance(data, Mapping) else None
+  if not isinstance(seen, Mapping):
+    return Fault('server answered no observation', short(data))
+  return {'metadata': data.get('metadata') or {}, **seen}
+
+
+def _text(seen: Mapping[str, Any], path: str) -> str | Fault:
+  """What the policy reads of an observation."""
+  value = _find(seen, path) if path else {name: x for name, x in seen.items() if name not in _BESIDES}
+  if value is _MISSING:
+    return Fault(f'observation has no {path}', short(seen))
+  return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+class _Failed(Exception):
+  """A message has no usable answer."""
+
+  def __init__(self, fault: Fault, again: bool = False):
+    super().__init__(str(fault))
+    self.fault, self.again = fault, again  # again: whether a reset may be tried again
+
+
+class _Loop:
+  """A thread with an event loop, until `stop`."""
+
+  def __init__(self):
+    self.loop = asyncio.new_event_loop()
+    self._thread = threading.Thread(target=self._run, daemon=True, name='ragen_jax-openenv')
+    self._thread.start()
+
+  def _run(self) -> None:
+    asyncio.set_event_loop(self.loop)
+    self.loop.run_forever()
+    left = asyncio.all_tasks(self.loop)
+    for task in left:
+      task.cancel()
+    self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    self.loop.close()
+
+  def results(self, jobs: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of coroutines, which run side by side. An exception becomes a fault."""
+
+    async def gather() -> list[Any]:
+      return await asyncio.gather(*jobs, return_exceptions=True)
+
+    found = asyncio.run_coroutine_threadsafe(gather(), self.loop).result()
+    return [
+      Fault(f'client raised {type(x).__name__}', one_line(x, str)) if isinstance(x, BaseException) else x for x in found
+    ]
+
+  def stop(self) -> None:
+    """Ends the thread; connections that are still open are cut."""
+    self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+class OpenEnvSession(Session):
+  """The rows of one client. Each has a connection from its reset to the end of the rollout."""
+
+  def __init__(self, env: OpenEnvEnvironment, rows: int):
+    self._env, self._rows = env, rows
+    self._links: dict[int, _Link] = {}
+    self._loop: _Loop | None = None
+    self._stop: Callable[[], Any] | None = None
+
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
+    """See `Session`. The server has one seed for the level and all other randomness, so `members` are not used."""
+    del members
+    self.end()
+    env = self._env
+
+    async def begin(row: int, seed: int, link: _Link) -> Any:
+      self._links[row] = link
+      data = await link.ask('reset', {**env.options, 'seed': int(seed)})
+      seen = _observed(data)
+      if isinstance(seen, Fault):
+        return seen
+      return (
+        Fault('reset began an episode that is over') if data.get('done') is True else _text(seen, env.observation_field)
+      )
+
+    seed_of = dict(zip(rows, seeds, strict=True))
+    return self._side_by_side('reset', rows, lambda row: self._connected(lambda link: begin(row, seed_of[row], link)))
+
+  def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
+    """See `Session`."""
+    chosen = dict(zip(rows, actions, strict=True))
+    return self._side_by_side('step', rows, lambda row: self._step(row, chosen[row]))
+
+  def try_out(self) -> None:
+    """Opens a session for each row; raises ValueError if the server refuses one."""
+
+    async def begin(row: int, link: _Link) -> None:
+      self._links[row] = link
+      # What the state is does not matter, nor that some environments have none before their first reset.
+      await link.ask('state', errors=(_FULL, 'FACTORY_ERROR', 'SESSION_ERROR'))
+
+    rows = range(self._rows)
+    results = self._side_by_side('check', rows, lambda row: self._connected(lambda link: begin(row, link), tries=1))
+    faults = [x for x in results if isinstance(x, Fault)]
+    if not faults:
+      return
+    where = f'openenv: url={self._env.url!r}'
+    full = [fault for fault in faults if _FULL in fault.detail]
+    if full and len(full) == len(faults):
+      raise ValueError(
+        f'{where}: the server has {self._rows - len(full)} sessions free, and {self._rows} episodes are played at a '
+        f'time; allowed: a server with max_concurrent_envs={self._rows} or more, or fewer groups ({full[0].detail})'
+      )
+    raise ValueError(f'{where}: {len(faults)} of {self._rows} sessions cannot be opened ({faults[0]})')
+
+  async def _step(self, row: int, action: str) -> Any:
+    env, link = self._env, self._links.get(row)
+    if link is None:
+      return Fault('step has no session', 'it was lost')
+    data = await link.ask('step', env._data(action))
+    seen = _observed(data)
+    if isinstance(seen, Fault):
+      return seen
+    text = _text(seen, env.observation_field)
+    if isinstance(text, Fault):
+      return text
+    reward, done = data.get('reward'), data.get('done')
+    reward = 0.0 if reward is None else reward  # no reward is due
+    metrics = {_last(path): _find(seen, path) for path in env.metrics}
+    if env.state_metrics:
+      state = await link.ask('state')
+      for name, value in ((_last(path), _find(state, path)) for path in env.state_metrics):
+        # A metric is the sum over an episode's actions.
+        is_number = isinstance(value, int | float)
+        metrics[name] = value - link.told.get(name, 0) if is_number else value
+        link.told[name] = value if is_number else 0
+    info: dict[str, Any] = {'metrics': {name: x for name, x in metrics.items() if x is not _MISSING and x is not None}}
+    if done is True:
+      won = _find(seen, env.success) if env.success else isinstance(reward, int | float) and reward > 0
+      if won is not _MISSING:
+        info['success'] = won
+    return text, reward, done, info
+
+  async def _connected(self, play: Callable[[_Link], Coroutine[Any, Any, Any]], tries: int | None = None) -> Any:
+    """What `play` returns with a new connection, with several tries."""
+    tries, tried = tries or self._env.retries + 1, 0
+    while True:
+      link, tried = None, tried + 1
+      try:
+        link = await _Link.open(self._env.url)
+        return await play(link)
+      except _Failed as e:
+        if link is not None:
+          link.drop()
+        if not e.again or tried >= tries:
+          raise
+        await asyncio.sleep(pause_s(tried, self._env.backoff_s, _LONGEST_WAIT_S))
+      except BaseException:
+        if link is not None:
+          link.drop()
+        raise
+
+  def _side_by_side(self, what: str, rows: Sequence[int], job: Callable[[int], Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of jobs of rows. A row whose job fails loses its connection, except that an error was answered."""
+    env, late_in_a_row = self._env, 0
+    if self._loop is None:
+      self._loop = _Loop()
+      self._stop = weakref.finalize(self, self._loop.stop)
+    room = asyncio.Semaphore(env.workers)
+    waits = (
+      sum(pause_s(i, env.backoff_s, _LONGEST_WAIT_S) for i in range(1, env.retries + 1)) if what == 'reset' else 0.0
+    )
+
+    async def limited(row: int) -> Any:
+      nonlocal late_in_a_row
+      late = f'{what} took longer than {env.timeout_s:g} s'
+      async with room:
+        if late_in_a_row >= _GIVE_UP_AFTER:
+          return Fault(late, 'not tried, because earlier messages took too long')
+        try:
+          async with asyncio.timeout(env.timeout_s + waits):
+            result = await job(row)
+          late_in_a_row = 0
+        except TimeoutError:
+          late_in_a_row += 1
+          result = Fault(late)
+        except _Failed as e:
+          result = e.fault
+      if isinstance(result, Fault) and (link := self._links.pop(row, None)) is not None:
+        link.drop()
+      return result
+
+    return self._loop.results([limited(row) for row in rows])
+
+  def end(self) -> None:
+    """Ends the sessions on the server, and the thread."""
+    links, loop = list(self._links.values()), self._loop
+    self._links.clear()
+    self._loop = None
+    if loop is not None:
+      loop.results([link.close() for link in links])
+      self._stop()
+
+  close = end
+
+
+class _Link:
+  """A connection to the server. Its methods run in the event loop, one at a time."""
+
+  def __init__(self, socket: Any):
+    self.told: dict[str, float] = {}  # metric of the state -> its last value
+    self._socket = socket
+    self._waiting: asyncio.Future[str | bytes] | None = None
+    self._unasked: str | bytes | None = None
+    self._end = ''
+    self._reader = asyncio.create_task(self._read())
+
+  @classmethod
+  async def open(cls, url: str) -> _Link:
+    """A new connection to the server at this base address; raises `_Failed`."""
+    client = _websockets()
+    address = 'ws' + url.removeprefix('http').rstrip('/') + '/ws'  # https becomes wss
+    limits = {'open_timeout': None, 'close_timeout': _CLOSE_S, 'ping_interval': None, 'max_size': _LARGEST_MESSAGE}
+    try:
+      return cls(await _no_redirects(client.connect)(address, proxy=None, compression=None, **limits))
+    except (OSError, EOFError, importlib.import_module('websockets.exceptions').WebSocketException) as e:
+      raise _Failed(Fault('server cannot be reached', f'{address}: {describe_error(e)}'), again=True) from e
+
+  async def _read(self) -> None:
+    """Takes what the server sends, until the connection ends or a message comes that nobody waits for."""
+    try:
+      while True:
+        message = await self._socket.recv()
+        if self._waiting is None or self._waiting.done():
+          self._unasked = message
+          return
+        self._waiting.set_result(message)
+    except Exception as e:  # noqa: BLE001, damaged frames too end the connection
+      self._end = describe_error(e)
+    finally:
+      if self._waiting is not None and not self._waiting.done():
+        self._waiting.set_exception(_Failed(Fault('server closed the connection', self._end), again=True))
+
+  async def ask(self, kind: str, data: Any = None, errors: Sequence[str] | None = None) -> Any:
+    """The data of the answer to a message.
+
+    Args:
+      errors: codes of errors that matter; others count as an answer without data. None for all.
+
+    Raises:
+      _Failed: there is no answer, or it is an error.
+    """
+    if self._unasked is None:
+      if self._reader.done():
+        raise _Failed(Fault('server closed the connection', self._end), again=True)
+      self._waiting = asyncio.get_running_loop().create_future()
+      message = {'type': kind} if data is None else {'type': kind, 'data': data}
+      # If the connection is closed, the reader tells why: the last message may be a refusal.
+      with contextlib.suppress(importlib.import_module('websockets.exceptions').ConnectionClosed):
+        await self._socket.send(json.dumps(message))
+      raw, asked = await self._waiting, True
+    else:
+      raw, asked = self._unasked, False
+    try:
+      answer = json.loads(raw)
+    except (ValueError, RecursionError) as e:
+      raise _Failed(Fault(f'{kind} answered no JSON', describe_error(e))) from e
+    if not isinstance(answer, Mapping):
+      raise _Failed(Fault(f'{kind} answered no object', short(answer)))
+    data = answer.get('data')
+    if answer.get('type') == 'error':
+      data = data if isinstance(data, Mapping) else {}
+      code, told = one_line(data.get('code'), str), one_line(data.get('message'), str)
+      if errors is not None and code not in errors:
+        return {}
+      raise _Failed(Fault(f'{kind} answered an error', f'{code}: {told}'[:300]), again=code == _FULL)
+    if not asked:
+      raise _Failed(Fault('server sent a message that nobody asked for', short(answer)))
+    if answer.get('type') != ('state' if kind == 'state' else 'observation'):
+      raise _Failed(Fault(f'{kind} answered another message', short(answer)))
+    return data
+
+  async def close(self) -> None:
+    """Asks the server to end the session, and waits a little until it has."""
+    with contextlib.suppress(Exception):
+      async with asyncio.timeout(_CLOSE_S):
+        await self._socket.send('{"type": "close"}')
+        await self._reader
+    self.drop()
+    await asyncio.sleep(0)
+
+  def drop(self) -> None:
+    """Cuts the connection."""
+    self._reader.cancel()
+    self._socket.transport.abort()
+
+
+@functools.cache
+def _no_redirects(connect: type) -> type:
+  """A kind of `websockets.asyncio.client.connect` that goes to no other address."""
+  return type('connect', (connect,), {'process_redirect': lambda self, exception: exception})
