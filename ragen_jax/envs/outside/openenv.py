@@ -124,8 +124,8 @@ class OpenEnvEnvironment(TextEnvironment):
     }
     logged = [_last(path) for path in (*values['metrics'], *values['state_metrics'])]
     if len(set(logged)) < len(logged):
-      raise ValueError(f'openenv: metrics={self.metrics!r}, state_metrics={self.state_metrics!r}; allowed: paths whose '
-                       'last names differ')  # fmt: skip
+      told = f'metrics={self.metrics!r}, state_metrics={self.state_metrics!r}'
+      raise ValueError(f'openenv: {told}; allowed: paths whose last names differ')
     if 'seed' in values['options']:
       raise ValueError('openenv: options has seed, which is the number of the level; allowed: other arguments')
     try:
@@ -228,10 +228,10 @@ class OpenEnvEnvironment(TextEnvironment):
         + ('' if name in schema.get('required', ()) else ' (optional)') for name in names
       ]  # fmt: skip
       return f'An action is a JSON object, {{{", ".join(parts)}}}.'
-    words = describe(self._field_schema(field), schema)
-    if words == 'text':
-      return f'{FREE_TEXT[:-1]}{self._told(field)}.'
-    return f'An action is {words}{self._told(field)}.'
+    if not self._is_text(field):
+      return f'An action is one value: {describe(self._field_schema(field), schema)}{self._told(field)}.'
+    words = resolve(self._field_schema(field), schema).get('enum')
+    return f'An action is one of: {", ".join(words)}.' if words else f'{FREE_TEXT[:-1]}{self._told(field)}.'
 
   def _told(self, field: str) -> str:
     """The server's description of a field, in brackets."""
@@ -371,6 +371,8 @@ class _Loop:
   def stop(self) -> None:
     """Ends the thread; connections that are still open are cut."""
     self.loop.call_soon_threadsafe(self.loop.stop)
+    if threading.current_thread() is not self._thread:  # a finalizer may run in any thread
+      self._thread.join(_CLOSE_S)
 
 
 class OpenEnvSession(Session):
