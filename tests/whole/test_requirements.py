@@ -75,7 +75,7 @@ def test_extras_are_files_of_their_own(file):
   assert line in (ROOT / 'pyproject.toml').read_text().splitlines()
 
 
-@pytest.mark.parametrize('file', ['requirements-endpoint.txt', 'requirements-serve.txt', 'requirements-stores.txt'])
+@pytest.mark.parametrize('file', ['requirements-endpoint.txt', 'requirements-openenv.txt', 'requirements-serve.txt', 'requirements-stores.txt'])
 def test_the_tests_install_what_the_extras_need(file):
   assert set(_requirements(file).values()) <= set(_requirements('requirements-dev.txt').values())
 
@@ -102,7 +102,7 @@ def test_the_lock_is_made_from_all_that_users_install():
   tool = _lock_page()
   files = {path.name for path in ROOT.glob('requirements*.txt')}
   assert sorted(tool.RANGES) == sorted(
-    files - {f'requirements-{x}.txt' for x in ('dev', 'aot', 'data', 'textworld', 'trackers')}
+    files - {f'requirements-{x}.txt' for x in ('dev', 'aot', 'data', 'openenv', 'textworld', 'trackers')}
   )
   (command,) = re.findall('^#   uv pip compile (.*)$', tool.LOCK.read_text(), flags=re.MULTILINE)
   assert [word for word in command.split() if word.endswith('.txt')] == list(tool.RANGES)

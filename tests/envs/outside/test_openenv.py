@@ -416,14 +416,14 @@ def test_a_server_of_the_package_plays_its_own_game(tmp_path):
 
 
 def _wait_for(url, process):
-  for _ in range(600):
+  for _ in range(1200):
     try:
       urllib.request.urlopen(f'{url}/health', timeout=5).close()
       return
     except OSError:
       assert process.poll() is None, 'the server ended'
       time.sleep(0.1)
-  raise AssertionError('no server after a minute')
+  raise AssertionError('no server after two minutes')
 
 
 def _check_the_package(url, process):
