@@ -230,6 +230,7 @@ def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   export.export(config, str(tmp_path / 'run'))
   # Environments that no tag of these runs chose.
   build.env_specs(config, tuple(config.envs), (1,) * len(config.envs))
+  build.curriculum_settings(config)  # of data sets
   checks.check_plan(config)
   checks.check_eval(config)
   monkeypatch.undo()

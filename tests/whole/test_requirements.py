@@ -75,7 +75,9 @@ def test_extras_are_files_of_their_own(file):
   assert line in (ROOT / 'pyproject.toml').read_text().splitlines()
 
 
-@pytest.mark.parametrize('file', ['requirements-endpoint.txt', 'requirements-openenv.txt', 'requirements-serve.txt', 'requirements-stores.txt'])
+@pytest.mark.parametrize(
+  'file', ['requirements-endpoint.txt', 'requirements-openenv.txt', 'requirements-serve.txt', 'requirements-stores.txt']
+)
 def test_the_tests_install_what_the_extras_need(file):
   assert set(_requirements(file).values()) <= set(_requirements('requirements-dev.txt').values())
 
