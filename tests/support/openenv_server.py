@@ -32,6 +32,7 @@ class Server:
     url: the base address.
     pages: path -> the object that a GET answers, or text.
     sessions: maximum number of connections.
+    end_s: how long the server takes to end a session, in seconds.
     trouble: is asked for each message, with the number of its connection and the message; may return text to send in
       place of the answer, several of these, `HANG` or `HANG_UP`; None for the answer.
     messages: all that was asked, each with the number of its connection.
@@ -44,7 +45,7 @@ class Server:
       '/schema': {'action': ACTION, 'observation': OBSERVATION, 'state': {}},
       '/metadata': {'name': 'Climb', 'description': 'Climb to the top.'},
     }
-    self.sessions = 64
+    self.sessions, self.end_s = 64, 0.0
     self.trouble: Callable[[int, Mapping[str, Any]], Any] = lambda number, message: None
     self.messages: list[tuple[int, dict[str, Any]]] = []
     self.open: set[int] = set()
@@ -85,6 +86,7 @@ class Server:
           message = json.loads(text)
           self.messages.append((number, message))
           if message['type'] == 'close':
+            await asyncio.sleep(self.end_s)
             return
           other = self.trouble(number, message)
           if other is HANG:

@@ -59,13 +59,14 @@ def until_closed(server):
 
 @pytest.mark.parametrize('workers', [64, 1])
 def test_a_server_plays_as_its_game_does_by_hand(server, workers):
+  server.end_s, others = 0.1, threads()
   session = connect(server, workers=workers, options=ConfigDict({'rungs': 5})).open(4)
   assert by_session(session, SEEDS, MEMBERS) == by_hand(5, SEEDS, MEMBERS)
   assert server.opened == len(server.open) == 4
   resets = [message for _, message in server.messages if message['type'] == 'reset']
   assert sorted(m['data']['seed'] for m in resets) == SEEDS and all(m['data']['rungs'] == 5 for m in resets)
   session.end()
-  assert not server.open and not threads()  # the server has ended the sessions when `end` returns
+  assert not server.open and threads() == others  # the server has ended the sessions when `end` returns
   assert [m['type'] for _, m in server.messages].count('close') == 4
   # Further episodes have sessions of their own, and a reset ends what was left open.
   session.reset(range(4), SEEDS, MEMBERS)
@@ -75,9 +76,10 @@ def test_a_server_plays_as_its_game_does_by_hand(server, workers):
 
 
 def test_a_session_that_is_forgotten_ends_its_thread(server):
+  others = len(threads())
   session = connect(server).open(2)
   session.reset([0, 1], [1, 2], [0, 0])
-  assert len(threads()) == 1
+  assert len(threads()) == others + 1
   del session
   gc.collect()
   until_closed(server)
@@ -267,6 +269,12 @@ def test_a_server_that_comes_back_is_used_and_one_that_does_not_is_a_fault(serve
   session = env.open(1)
   session.reset([0], [3], [0])
   assert session.step([0], ['Up'])[0].kind == 'server closed the connection' and server.opened == 7
+
+
+def test_a_reset_that_the_server_answers_with_an_error_is_not_tried_again(server):
+  server.trouble = lambda number, message: '{"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "no"}}'
+  fault = connect(server, retries=2).open(1).reset([0], [3], [0])[0]
+  assert str(fault) == 'reset answered an error: EXECUTION_ERROR: no' and server.opened == 1
 
 
 def test_a_reset_that_finds_no_session_free_is_tried_again(server):
