@@ -142,6 +142,9 @@ def test_the_form_of_an_action_comes_from_the_schema(server):
   env = connect(server)
   assert env.rules() == 'Climb to the top.\nAn action is free text (Up or Down).' and env.whole_answer
   assert env.parse_action('  anything || at all ') == '  anything || at all ' and env.parse_action(' ') is None
+  whole = connect(server, action_field='*')
+  assert whole.parse_action('{"move": "Up", "metadata": {"x": 1e9}}') is not None
+  assert whole.parse_action('{"move": "Up", "metadata": {"x": NaN}}') is None
   assert connect(server, action_help='Say it.').rules() == 'Climb to the top.'
   assert connect(server, action_names=('Up', 'Down'), task='Go.').rules() == 'Go.'
   assert connect(server, action_names=('Up', 'Down')).parse_action(' up') == 'Up'
