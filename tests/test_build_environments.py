@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 from typing import ClassVar
@@ -18,6 +19,7 @@ from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 
 CALLS: list[str] = []
+EPISODES: list[int] = []
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +42,11 @@ class Needy(TextEnvironment):
     if self.need:
       raise ValueError(f'{self.need} is missing;\nstart it')
 
+  def check_episodes(self, count: int) -> None:
+    EPISODES.append(count)
+    if self.need == '' and count > 100:
+      raise ValueError(f'{count} are too many')
+
 
 def _config(train='', evaluation='', **fields):
   config = small_config(**fields)
@@ -60,6 +67,19 @@ def test_each_environment_is_checked_once_and_the_tag_is_named():
     check_config(_config(evaluation='the server'))
   with pytest.raises(UserError, match=r"^envs\.B: check failed \(KeyError: 'x'\)$"):
     check_config(_config(evaluation='bug'))
+
+
+def test_an_environment_learns_how_many_episodes_are_played_at_a_time():
+  config = _config()
+  train = config.train.groups * config.train.group_size
+  config.eval.groups, config.eval.group_size = 2 * train, 3
+  EPISODES.clear()
+  with contextlib.suppress(UserError):
+    check_config(config)
+  assert EPISODES[0] == 3 * train  # of A: the larger of all groups of training and half of those of the evaluation
+  config.eval.groups = 200
+  with pytest.raises(UserError, match=r'^envs\.A: 300 are too many$'):
+    check_config(config)
 
 
 def test_modes_that_play_nothing_need_nothing():
