@@ -84,7 +84,7 @@ def pytest_collection_finish() -> None:
 
 # Programs that were compiled, or read from the cache, since the compiled programs were last freed.
 _programs = 0
-_MOST_PROGRAMS = 2000  # a gigabyte or so
+_MOST_PROGRAMS = 800  # two gigabytes
 
 
 def _count_programs(event: str, duration: float, **_: object) -> None:
