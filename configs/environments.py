@@ -6,6 +6,7 @@ A tag names an environment and its settings. `train.tags` and `eval.tags` choose
 from ml_collections import ConfigDict, FieldReference
 
 from ragen_jax.envs import bandit
+from ragen_jax.envs.dataset.items import FIELDS
 from ragen_jax.envs.spec import OPTIONAL
 
 # Tag with the held-out part of a data set -> the tag whose fields it follows: one flag sets the file of both.
@@ -309,14 +310,7 @@ def by_tag() -> ConfigDict:
   envs.MetamathQA = _like(
     envs.Dataset,
     hub='meta-math/MetaMathQA',
-    fields={
-      'question': 'query',
-      'answer': 'response',
-      'choices': '',
-      'solution': '',
-      'group': 'original_question',
-      'difficulty': '',
-    },
+    fields={'question': 'query', 'answer': 'response', 'group': 'original_question'},
     answer_pattern=r'(?s).*The answer is: (.*)$',
     bad_rows='drop',
     verifier='math',
@@ -339,7 +333,7 @@ def by_tag() -> ConfigDict:
   # RAGEN's DeepCoder: problems that a program solves, tested in a sandbox, see docs/programs.md.
   envs.DeepCoder = _like(
     envs.Dataset,
-    fields={'question': 'problem', 'answer': 'tests', 'choices': '', 'solution': '', 'group': '', 'difficulty': ''},
+    fields={'question': 'problem', 'answer': 'tests'},
     max_question_chars=0,
     verifier='code',
     verifier_options={
@@ -440,8 +434,10 @@ def by_tag() -> ConfigDict:
 
 
 def _like(env: ConfigDict, **changes) -> ConfigDict:
-  """An environment with some fields changed."""
+  """An environment with some fields changed. A data set has only those of the row's `fields` that are named."""
   env = env.copy_and_resolve_references()
+  if 'fields' in changes:
+    env.fields.update(dict.fromkeys(FIELDS, ''))
   env.update(changes)
   return env
 
@@ -453,13 +449,14 @@ def follow(envs: ConfigDict) -> None:
 
 
 def _follow(env: ConfigDict, other: ConfigDict) -> None:
+  for name, value in other.items():
+    if isinstance(value, ConfigDict) and value:
+      _follow(env[name], value)
+    elif isinstance(value, ConfigDict) and not env[name]:
+      env[name] = value  # the same object, which both tags fill
   # As `get_oneway_ref` does for one field, which walks through all sections each time.
   with other.ignore_type():
     for name, value in other.items():
-      if isinstance(value, ConfigDict) and value:
-        _follow(env[name], value)
-      elif env[name] == value:
-        if not isinstance(value, ConfigDict):
-          reference = other[name] = FieldReference(value)
-          value = reference.identity()
-        env[name] = value
+      if not isinstance(value, ConfigDict) and env[name] == value:
+        reference = other[name] = FieldReference(value)
+        env[name] = reference.identity()

@@ -161,6 +161,8 @@ def test_held_out_tags_follow_their_training_tags():
   config.envs.GSM8K.hub_options.name = 'socratic'
   assert (config.envs.GSM8KTest.hub_options.name, config.envs.GSM8KTest.hub_options.split) == ('socratic', 'test')
   assert config.envs.MetamathQATest.fields.group == 'original_question'
+  config.envs.Dataset.generator_options.update({'size': 5})
+  assert test.generator_options.to_dict() == {'size': 5}
 
 
 def test_tags_of_data_sets_have_ragens_budgets():

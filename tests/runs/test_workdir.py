@@ -70,6 +70,7 @@ def test_a_workdir_of_an_earlier_version_goes_on_with_the_fields_that_do_the_sam
       section, _, field = name.rpartition('.')
       if not section.startswith('envs.'):
         del old[section][field]
+    old = {name: value for name, value in old.items() if value != {}}  # sections that are all new
     for env in old['envs'].values():
       env.pop('tile', None)
       if env.get('observation') == 'text':

@@ -89,8 +89,8 @@ def test_a_tool_is_described_by_what_the_server_says():
   assert tool.help == 'Tells the weather. (city: where, in English)'
   assert tool.usage == (
     'get_weather_v2[{"city": text, "days": whole number (optional), "units": "C" or "F" (optional), '
-    '"level": 1 or 2 (optional), "tags": list (optional), "filter": JSON (optional), "deep": object (optional), '
-    '"any": JSON (optional)}]'
+    '"level": 1 or 2 (optional), "tags": list (optional), "filter": value (optional), "deep": object (optional), '
+    '"any": value (optional)}]'
   )
   good = {'city': 'Turin', 'days': 2, 'units': 'C', 'level': 1, 'tags': [3], 'filter': None, 'deep': {'a': 1}, 'any': 7}
   assert tool.read(json.dumps(good)) == good

@@ -18,7 +18,6 @@ from ragen_jax import envs as registry
 from ragen_jax.agent.pools import make_pool
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.outside.base import TextStep, read_observation, read_step
-from ragen_jax.envs.outside.http import HttpSession
 from ragen_jax.envs.outside.images import (
   ImageForm,
   ImageObservation,
@@ -26,6 +25,7 @@ from ragen_jax.envs.outside.images import (
   decode_images,
   read_image_observation,
 )
+from ragen_jax.envs.outside.timed_http import JsonRequests
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils.files import encode_png
 from ragen_jax.utils.threads import Fault
@@ -217,11 +217,12 @@ def test_images_behind_http_are_png_in_base64(monkeypatch):
   env = registry.make('http', fields)
   images = [picture(0), picture(1)]
 
-  def answer(self, what, body, tries):
+  def answer(self, url, body, read):
+    what = url.rpartition('/')[2]
     observation = {'text': what, 'images': [png(image) for image in images]}
     return json.loads(json.dumps([{'observation': observation, 'reward': 1, 'done': False}] * len(body['episodes'])))
 
-  monkeypatch.setattr(HttpSession, '_post', answer)
+  monkeypatch.setattr(JsonRequests, 'post', answer)
   session = env.open(2)
   for raw in session.reset([0, 1], [3, 4], [0, 0]):
     assert read_observation(raw, env.image_form) == ImageObservation('<image><image>\nreset', tuple(images))
@@ -273,11 +274,11 @@ def test_a_damaged_file_is_a_fault_of_its_own_row(monkeypatch):
   env = registry.make('http', {'url': 'http://localhost:1', 'task': 'Look.', 'images': 1, 'image_size': (4, 6)})
   files = [png(picture()), _with_chunk(picture(), b'iCCP', b''), png(picture())]
 
-  def answer(self, what, body, tries):
-    told = [{'text': what, 'images': [file]} for file in files]
+  def answer(self, url, body, read):
+    told = [{'text': url, 'images': [file]} for file in files]
     return [{'observation': x, 'reward': 1.0, 'done': False} for x in told]
 
-  monkeypatch.setattr(HttpSession, '_post', answer)
+  monkeypatch.setattr(JsonRequests, 'post', answer)
   session = env.open(3)
   first = [read_observation(raw, env.image_form) for raw in session.reset(range(3), [1] * 3, [0] * 3)]
   after = [read_step(raw, env.image_form) for raw in session.step(range(3), ['a'] * 3)]
