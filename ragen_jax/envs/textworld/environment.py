@@ -24,13 +24,15 @@ from ragen_jax.envs.outside.processes import GameProcesses, game_processes
 from ragen_jax.envs.textworld import library
 
 REWARDS = ('score', 'win')
-# Words of the interpreter that stop, repeat or take back play, or change how it is told. They are no part of a story:
-# the package loses track of the game, or waits for an answer to a question about the program.
-_OUTSIDE_THE_STORY = frozenset({
-  'again', 'brief', 'g', 'long', 'normal', 'noscript', 'notify', 'nouns', 'o', 'oops', 'pronouns', 'q', 'quit',
-  'recording', 'replay', 'restart', 'restore', 'save', 'script', 'short', 'superbrief', 'transcript', 'undo',
-  'unscript', 'verbose', 'verify', 'version',
-})  # fmt: skip
+# First words of commands to the interpreter or to the package, which stop, repeat or take back play, change how it is
+# told, or show what is hidden. They are no part of a story: the package loses track of the game, or waits for an answer
+# to a question about the program. Games read the first letters of a word only.
+_LETTERS = 9
+_OUTSIDE_THE_STORY = frozenset(word[:_LETTERS] for word in (
+  'again', 'brief', 'disable', 'enable', 'g', 'long', 'normal', 'noscript', 'notify', 'nouns', 'o', 'oops', 'pronouns',
+  'q', 'quit', 'recording', 'replay', 'restart', 'restore', 'restrict', 'save', 'script', 'short', 'superbrief',
+  'transcript', 'undo', 'unscript', 'verbose', 'verify', 'version',
+))  # fmt: skip
 # One command: other signs separate commands.
 _COMMAND = re.compile(r"(?!tw-)[a-z0-9][a-z0-9' -]{0,99}", re.IGNORECASE)
 
@@ -113,7 +115,7 @@ class TextWorldEnvironment(TextEnvironment):
     """The command with single blanks; None for several commands, and for one that is not a part of the story."""
     command = ' '.join(text.split())
     words = command.casefold().split(' ')
-    if not _COMMAND.fullmatch(command) or words[0] in _OUTSIDE_THE_STORY or 'then' in words:
+    if not _COMMAND.fullmatch(command) or words[0][:_LETTERS] in _OUTSIDE_THE_STORY or 'then' in words:
       return None
     return command
 

@@ -94,6 +94,7 @@ def test_one_command_is_an_action_and_what_is_no_part_of_a_story_is_not():
   for text in (
     '', ' ', 'go north. look', 'look then go north', 'look, go north', 'look;look', 'UNDO', 'restart', 'Quit now', 'g',
     'tw-print player', 'TW-trace-actions', 'x' * 101, '*** The End ***', '> look', 'nimm Schlüssel',
+    'enable print state option', 'Disable print state option', 'restrict commands', 'superbrie', 'transcripts on',
   ):  # fmt: skip
     assert env.parse_action(text) is None
   assert env.parse_action('go north\nlook') == 'go north look'  # one line, which no game understands
