@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from ragen_jax.envs.json_schema import describe, fits, resolve
+from ragen_jax.envs.json_schema import describe, fits, read_json, resolve
 
 LOOP = {'$defs': {'a': {'$ref': '#/$defs/a'}}, '$ref': '#/$defs/a'}
 TREE = {
@@ -50,3 +52,32 @@ def test_describe():
   assert describe({'anyOf': [{'enum': ['a', 1]}, {'type': 'null'}, {'const': None}]}) == '"a" or 1 or null'
   assert describe({'type': ['string', 'number']}) == 'text or number'
   assert describe({'$ref': '#/x'}, {'x': {'type': 'array'}}) == 'list' and describe({}) == 'value'
+
+
+def test_schemas_that_refer_to_themselves_are_described():
+  assert describe({'$ref': '#/$defs/tree'}, TREE) == 'whole number or list'
+  assert describe(WIDE, WIDE) == 'value'
+  forks = [{'anyOf': [{'$ref': f'#/$defs/{i + 1}'}, {'$ref': f'#/$defs/{i + 1}', 'title': 'x'}]} for i in range(40)]
+  assert describe(forks[0], {'$defs': dict(zip(map(str, range(40)), forks, strict=True))}) == 'value'
+
+
+@pytest.mark.parametrize(
+  'schema',
+  [
+    {'minimum': '0'}, {'maximum': None}, {'minLength': 'x'}, {'maxItems': 'x'}, {'enum': 3}, {'anyOf': 3},
+    {'oneOf': {}}, {'allOf': None}, {'type': 3}, {'type': [3]}, {'properties': None}, {'required': 3},
+  ],
+)  # fmt: skip
+def test_keywords_that_are_not_as_json_schema_has_them_exclude_nothing(schema):
+  assert all(fits(value, schema) for value in (1, 'a', [1], {'a': 1}, None))
+  assert describe(schema) == 'value'
+
+
+def test_values_that_cannot_be_sent_on_are_no_json():
+  for text in ('{"a": [1, "\\u00e9", null, 1e308]}', '3', '[' * 64 + ']' * 64):
+    assert read_json(text) == json.loads(text)
+  for text in (
+    '1e999', '{"a": [-1e999]}', '[NaN]', '"\\ud800"', '{"\\ud800": 1}', '[' * 66 + ']' * 66, '[' * 90_000, '', '[1',
+  ):  # fmt: skip
+    with pytest.raises(ValueError):
+      read_json(text)

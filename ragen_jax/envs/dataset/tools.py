@@ -14,13 +14,12 @@ import abc
 import dataclasses
 import functools
 import inspect
-import json
 import re
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ragen_jax.envs.json_schema import describe, fits
+from ragen_jax.envs.json_schema import describe, fits, read_json
 from ragen_jax.envs.options import check_seconds, check_text, check_whole_number
 from ragen_jax.envs.outside.images import read_text
 from ragen_jax.utils.errors import describe_error, one_line
@@ -111,10 +110,11 @@ class Tool(abc.ABC):
       (field,) = properties
       if not argument and self._needs(field):
         raise WrongArguments(f'The {field} is empty.')
-      return {field: argument} if argument else {}
+      # Halves of surrogate pairs cannot be sent.
+      return {field: argument.encode('utf-8', 'replace').decode()} if argument else {}
     try:
-      values = json.loads(argument) if argument or properties else {}
-    except (ValueError, RecursionError):
+      values = read_json(argument) if argument or properties else {}
+    except ValueError:
       values = None
     if not isinstance(values, dict):
       raise WrongArguments(f'The argument is not a JSON object; write {self.usage}.')

@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ragen_jax.envs.json_schema import describe, fits, resolve
+from ragen_jax.envs.json_schema import describe, fits, read_json, resolve
 from ragen_jax.envs.options import (
   check_action_names,
   check_mapping,
@@ -261,8 +261,8 @@ class OpenEnvEnvironment(TextEnvironment):
     if field != EVERYTHING and self._is_text(field) and fits(action, self._field_schema(field), schema):
       return {field: action}
     try:
-      value = json.loads(action, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
+      value = read_json(action)
+    except ValueError:
       return None
     if field != EVERYTHING:
       return {field: value} if fits(value, self._field_schema(field), schema) else None
@@ -271,10 +271,6 @@ class OpenEnvEnvironment(TextEnvironment):
   def open(self, rows: int) -> OpenEnvSession:
     """A session for so many rows. Nothing is sent before the first reset."""
     return OpenEnvSession(self, rows)
-
-
-def _no_constant(name: str) -> None:
-  raise ValueError(f'{name} is no JSON')
 
 
 def _check_paths(option: str, value: Any) -> tuple[str, ...]:

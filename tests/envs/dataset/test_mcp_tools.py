@@ -102,6 +102,16 @@ def test_a_tool_is_described_by_what_the_server_says():
       tool.read(json.dumps(good | {field: wrong}))
 
 
+@pytest.mark.parametrize(
+  'part', ['1e999', 'NaN', '"\\ud800"', '[' * 100 + ']' * 100], ids=['large', 'nan', 'half', 'deep']
+)
+def test_arguments_that_would_cost_the_connection_are_mistakes(part):
+  tool, _ = tool_of(raw=listed(more={'type': 'array'}))
+  with pytest.raises(WrongArguments, match=r'^The argument is not a JSON object; write '):
+    tool.read(f'{{"more": [1, {part}]}}')
+  assert tool_of()[0].read('a\ud800b') == {'q': 'a?b'}
+
+
 def test_a_text_alone_is_the_argument_and_a_tool_may_need_none():
   tool, _ = tool_of()
   assert tool.usage == 'look[q]' and tool.read('two words') == {'q': 'two words'}

@@ -165,6 +165,8 @@ def test_the_form_of_an_action_comes_from_the_schema(server):
   assert (steps.parse_action('3'), steps.parse_action('three'), steps.parse_action('0')) == ('3', None, None)
   assert connect(server, action_field='note').parse_action('x') == 'x'
   assert connect(server, action_field='*').parse_action('3') is None
+  server.pages['/schema'] = server.pages['/schema'] | {'action': {'required': ['any'], 'properties': {'any': {}}}}
+  assert connect(server).parse_action('{"any": [1e9]}') and connect(server).parse_action('{"any": [1e999]}') is None
 
 
 @pytest.mark.parametrize(
