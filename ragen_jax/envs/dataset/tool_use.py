@@ -298,7 +298,8 @@ def make_toolbox(names: Any, options: Any) -> Toolbox | None:
     _check_sections(options, [*known, *(tool.name for _, tool in found)])
     limits = {name: getattr(settings, name) for name in ('budget', 'timeout_s', 'max_chars')}
     return [
-      McpTool(**fixed, **(limits | _options_of(tool.name, options, McpTool, fixed)))
+      # A section of a built-in tool is of that tool, and configs have it whether they use the tool or not.
+      McpTool(**fixed, **(limits | ({} if tool.name in _BUILT_IN else _options_of(tool.name, options, McpTool, fixed))))
       for server, tool in found
       for fixed in [{'server': server, 'listed': tool}]
     ]

@@ -252,6 +252,14 @@ def test_what_is_missing_on_this_machine_is_named(monkeypatch):
     make_toolbox((f'mcp:{sys.executable}',), {'mcp': {'environment': ('RAGEN_NO_KEY',)}}).check()
 
 
+def test_a_tool_may_have_the_name_of_a_built_in_one_whose_options_are_in_the_config(monkeypatch):
+  server, _ = server_of([listed('search')])
+  monkeypatch.setattr('ragen_jax.envs.dataset.tool_use.shared_server', lambda spec, settings: server)
+  box = make_toolbox(('mcp:x',), {'mcp': {'budget': 3}, 'search': {'retriever': '', 'top_k': 3, 'budget': 9}})
+  box.check()
+  assert [(tool.name, tool.budget, type(tool)) for tool in box.tools.values()] == [('search', 3, McpTool)]
+
+
 def test_tools_of_a_server_follow_others_and_have_options_of_their_own(monkeypatch):
   server, script = server_of([listed('a'), listed('b'), listed('shout')])
   monkeypatch.setattr('ragen_jax.envs.dataset.tool_use.shared_server', lambda spec, settings: server)
