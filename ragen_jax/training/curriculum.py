@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -139,8 +140,8 @@ class Curriculum:
       if (saved := described.get(tag)) != part.described:
         count = 'no' if saved is None else f'{saved["items"]:,}'
         raise UserError(
-          f'{where}: envs.{tag}: its curriculum is of {count} other questions than the {part.described["items"]:,} of '
-          'now; give back the old data, or choose another --workdir'
+          f'{where}: envs.{tag}: its curriculum is of {count} other questions, or difficulties, than the '
+          f'{part.described["items"]:,} of now; give back the old data, or choose another --workdir'
         )
 
   def load_state(self, arrays: Mapping[str, Any]) -> None:
@@ -181,8 +182,10 @@ class _Part:
     self.position[self.by_difficulty] = np.linspace(0, 1, len(own)) if len(own) > 1 else 0
     self.rate = np.full(len(items), np.nan, np.float32)
     self.last = np.full(len(items), -1, np.int32)
-    names = hashlib.blake2b(''.join(item.id for item in items).encode(), digest_size=12).hexdigest()
-    self.described = {'items': len(items), 'digest': names}
+    digest = hashlib.blake2b(digest_size=12)
+    for item in items:  # those of a group have its id in common
+      digest.update(json.dumps((item.id, item.question, item.difficulty)).encode())
+    self.described = {'items': len(items), 'digest': digest.hexdigest()}
 
   def note(self, item: int, episodes: Sequence[Episode], iteration: int, decay: float) -> None:
     """Adds the episodes of an item in an iteration; those whose environment failed say nothing about success."""

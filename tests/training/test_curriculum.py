@@ -221,10 +221,22 @@ def test_a_checkpoint_of_other_questions_is_refused(spec, tmp_path):
   rows = [{'question': f'Quiz {i + 1}', 'answer': '1', 'level': 1} for i in range(ITEMS)]
   env = make(path=write_lines(tmp_path / 'new.jsonl', rows), fields={'difficulty': 'level'})
   changed = Curriculum(settings(), [EnvSpec('Quiz', env, Budget(1, 1, 1), 20, 8)])
-  with pytest.raises(UserError, match=r'^here: envs\.Quiz: its curriculum is of 60 other questions than the 60 of now'):
+  with pytest.raises(UserError, match=r'^here: envs\.Quiz: its curriculum is of 60 other questions, or diff'):
     changed.check_described(described, 'here')
-  with pytest.raises(UserError, match='of no other questions than the 60 of now; give back the old data, or choose'):
+  with pytest.raises(
+    UserError, match='of no other questions, or difficulties, than the 60 of now; give back the old data, or choose'
+  ):
     changed.check_described({}, 'here')
+  old = [{'question': f'Quiz {i}', 'answer': str(i), 'level': -i, 'family': i // 2} for i in range(ITEMS)]
+  for changes in ({}, {3: {'level': 7}}, {4: {'question': 'Quiz 5'}, 5: {'question': 'Quiz 4'}}):
+    path = write_lines(tmp_path / f'{len(changes)}.jsonl', [row | changes.get(i, {}) for i, row in enumerate(old)])
+    env = make(path=path, fields={'difficulty': 'level', 'group': 'family'})
+    one = Curriculum(settings(), [EnvSpec('Quiz', env, Budget(1, 1, 1), 20, 8)])
+    if changes:
+      with pytest.raises(UserError, match='other questions, or difficulties'):
+        one.check_described(described, 'here')
+    else:
+      _, described = one.state()
 
 
 @pytest.mark.parametrize(
