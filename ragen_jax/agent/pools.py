@@ -40,16 +40,29 @@ def make_pool(spec: EnvSpec, rows: int, group_size: int, processor: ProcessorCon
 
 
 def _programs_of(env: Environment) -> tuple[Callable, Callable]:
-  """The programs that reset and step rows of an environment; equal environments, as of two tags, share them."""
+  """The programs that reset and step rows of an environment. Those that are alike, as of two tags, share them."""
   try:
     hash(env)
-  except TypeError:  # a field that is a list, for example
-    return _programs.__wrapped__(env)
-  return _programs(env)
+    attributes = _attributes_of(env)
+  except Exception:  # noqa: BLE001, a field that is a list, for example; hash and repr may be a user's
+    return _programs.__wrapped__(env, '')
+  return _programs(env, attributes)
+
+
+def _attributes_of(env: Environment) -> str:
+  """The attributes of an environment. Equal environments may differ in them.
+
+  0.0 equals -0.0 and True equals 1, and fields with compare=False and what is no field are not compared.
+  """
+  classes = type(env).__mro__
+  cached = {name for cls in classes for name, x in vars(cls).items() if isinstance(x, functools.cached_property)}
+  return repr([(name, x) for name, x in vars(env).items() if name not in cached])
 
 
 @functools.lru_cache(maxsize=64)
-def _programs(env: Environment) -> tuple[Callable, Callable]:
+def _programs(env: Environment, attributes: str) -> tuple[Callable, Callable]:
+  del attributes  # of the key
+
   @jax.jit
   def reset(seeds, members):
     """The states of rows, and the keys of the randomness of their games."""

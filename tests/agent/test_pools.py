@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 
@@ -50,6 +51,37 @@ BUDGET = Budget(max_turns=4, max_actions=5, max_actions_per_turn=3)
 def outside(groups, tag='Tally', **options):
   env = registry.make('python', {'class_path': f'{__name__}:Tally', **options})
   return EnvSpec(tag, env, BUDGET, 50, groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paid(FrozenLake):
+  """FrozenLake whose rewards depend on what equality does not see."""
+
+  scale: float = 0.0
+  bonus: float = dataclasses.field(default=0.0, compare=False)
+  known = 1.0
+
+  def step(self, state, action, key):
+    after, out = super().step(state, action, key)
+    return after, out.replace(reward=out.reward * 0 + jnp.sign(1 / jnp.float32(self.scale)) * self.known + self.bonus)
+
+  @functools.cached_property
+  def table(self):
+    return np.zeros(3)
+
+
+def test_environments_share_programs_only_if_they_are_alike():
+  def reward(env):
+    pool = make_pool(EnvSpec('Lake', env, BUDGET, 50, 1), 1, 1)
+    pool.reset(np.array([3]), np.array([0]))
+    return pool.step([[1]]).rewards[0][0], pool._step
+
+  one, same, known = Paid(), Paid(), Paid()
+  object.__setattr__(known, 'known', 3.0)
+  assert same.table.size == 3 and one == known == Paid(scale=-0.0) == Paid(bonus=7.0)
+  found = [reward(env) for env in (one, same, Paid(scale=-0.0), Paid(bonus=7.0), known)]
+  assert [x for x, _ in found] == [1, 1, -1, 8, 3]
+  assert found[0][1] is found[1][1]
 
 
 @pytest.fixture(scope='module')
