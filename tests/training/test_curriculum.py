@@ -192,6 +192,8 @@ def test_other_environments_keep_their_levels_and_each_tag_has_its_own_items(spe
   metrics = Curriculum(settings('sliding'), [lake, first, second]).record(episodes, 0)
   assert {name.split('/')[1] for name in metrics} == {'Quiz', 'Other'}
   assert metrics['curriculum/Quiz/seen'] == metrics['curriculum/Other/seen'] == 1 / ITEMS
+  twins = Curriculum(settings('sliding'), [spec(groups=6), spec(groups=6, tag='Twin')]).level_seeds(0, 0)
+  assert twins[:6].tolist() != twins[6:].tolist()  # the tags' choices are independent
 
 
 def test_the_items_depend_on_seed_iteration_and_history_only_also_through_a_checkpoint(spec):
@@ -273,7 +275,12 @@ def test_a_curriculum_needs_a_data_set_and_may_hold_the_number_of_iterations():
   assert_refused(check_curriculum, config, "must be '' without a tag of the type 'dataset' among train.tags=")
   config.train.tags = ('FrozenLake', 'GSM8K')
   check_curriculum(config)
-  for order, iterations, held in (('success', 0, False), ('sliding', 5, False), ('sliding', 0, True)):
+  for order, iterations, held in (
+    ('success', 0, False),
+    ('sliding', 5, False),
+    ('sliding', 0, True),
+    ('growing', 0, True),
+  ):
     config.curriculum.order, config.curriculum.iterations = order, iterations
     free, reasons = free_in_training(config.to_dict())
     assert ('num_iterations' in free, 'num_iterations' in reasons) == (not held, held)
