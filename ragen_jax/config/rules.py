@@ -39,7 +39,7 @@ def not_replaced(config: ConfigDict) -> None:
 
 def one_of(config: ConfigDict, field: str, allowed: Sequence[str]) -> None:
   """The field is one of `allowed`."""
-  check(config, field, get(config, field) in allowed, 'allowed: ' + ', '.join(allowed))
+  check(config, field, get(config, field) in allowed, 'allowed: ' + ', '.join(x or "''" for x in allowed))
 
 
 def at_least(config: ConfigDict, least: float, *fields: str) -> None:

@@ -20,6 +20,7 @@ from tests.support.configs import assert_refused
     (lambda c: rules.below_one(c, 'a.x'), (0.0, 0.999), (-0.01, 1.0), 'must be at least 0 and below 1'),
     (lambda c: rules.positive_fraction(c, 'a.x'), (1e-9, 1.0), (0.0, 1.01), 'must be above 0 and at most 1'),
     (lambda c: rules.one_of(c, 'a.x', ('one', 'two')), ('one', 'two'), ('On', '', 'one,'), 'allowed: one, two'),
+    (lambda c: rules.one_of(c, 'a.x', ('', 'one')), ('', 'one'), ('two',), "allowed: '', one"),
     (lambda c: rules.check(c, 'a.x', rules.get(c, 'a.x') != 3, 'must not be 3'), (2,), (3,), 'must not be 3'),
   ],
 )

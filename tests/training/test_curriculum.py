@@ -256,7 +256,7 @@ def test_a_difficulty_is_a_number(tmp_path, level, shown):
 @pytest.mark.parametrize(
   ('field', 'value', 'allowed'),
   [
-    ('order', 'easy', 'allowed: , sliding, growing, success'),
+    ('order', 'easy', "allowed: '', sliding, growing, success"),
     ('iterations', -1, 'must be at least 0'),
     ('window', 1.5, 'must be between 0 and 1'),
     ('target', -0.1, 'must be between 0 and 1'),
