@@ -81,7 +81,7 @@ def find_games(path: str) -> tuple[GameFile, ...]:
   if others:
     raise ValueError(f'{where}: {others[0]!r} is no game; allowed: .z8, which TextWorld makes, each with its .json')
   if not 1 <= len(found) <= MOST_GAMES:
-    allowed = f"from 1 to {MOST_GAMES:,} files of a folder, or of a pattern such as 'games/*.z8'"
+    allowed = f"from 1 to {MOST_GAMES:,} .z8 files of a folder, or of a pattern such as 'games/*.z8'"
     raise ValueError(f'{where}: has {len(found):,} games; allowed: {allowed}')
   return tuple(_read(os.path.abspath(file), where) for file in found)
 
@@ -187,7 +187,7 @@ def _make(
       rooms, objects, quest_length = sizes
       raise ValueError(
         f'textworld: rooms={rooms}, objects={objects}, quest_length={quest_length}: a game cannot be made ({fault}); '
-        'smaller games take less time and memory'
+        'smaller games take less time and memory, and make_timeout_s and memory_mib may be larger'
       )
     reasons.append(reason)
   return reasons
