@@ -15,7 +15,7 @@ from typing import Any
 
 from ragen_jax.envs.dataset import selection
 from ragen_jax.envs.textworld import games
-from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.errors import describe_error
 from ragen_jax.utils.workers import Workers
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def _identity(story: str, size: int, changed: int, where: str) -> str:
   except OSError as e:
     raise ValueError(f'{where}: {story!r} cannot be read ({e.strerror})') from e
   except (ValueError, TypeError, KeyError, RecursionError) as e:
-    raise ValueError(f'{where}: {story!r} does not describe a game of TextWorld ({one_line(e, str)})') from e
+    raise ValueError(f'{where}: {story!r} does not describe a game of TextWorld ({describe_error(e)})') from e
 
 
 def identity(described: Any) -> str:
