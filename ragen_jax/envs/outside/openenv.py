@@ -142,12 +142,13 @@ class OpenEnvEnvironment(TextEnvironment):
     """Asks the server whether it is healthy and which actions and observations it has."""
     self._action_form  # noqa: B018, raises if something is missing or does not fit
     known = self._about['observation'].get('properties')
-    field = self.observation_field.partition('.')[0]
-    if field and known and field not in known:
-      raise ValueError(
-        f'openenv: observation_field={self.observation_field!r}; allowed: fields of the observation, '
-        f'{", ".join(name for name in known if name not in _BESIDES)}'
-      )
+    seen = [name for name in known or () if name not in _BESIDES]
+    paths = [('observation_field', self.observation_field), ('success', self.success)]
+    for option, path in [*paths, *(('metrics', path) for path in self.metrics)]:
+      field = path.partition('.')[0]
+      if field and known and field not in (*seen, *_BESIDES):
+        allowed = ', '.join(seen if option == 'observation_field' else (*seen, 'metadata'))
+        raise ValueError(f'openenv: {option}={path!r}; allowed: fields of the observation, {allowed}')
     wrong = [name for name in self.action_names if self._data(name) is None]
     if wrong:
       raise ValueError(
