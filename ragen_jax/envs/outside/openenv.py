@@ -321,7 +321,7 @@ def _observed(data: Any) -> dict[str, Any] | Fault:
 def _text(seen: Mapping[str, Any], path: str) -> str | Fault:
   """What the policy reads of an observation."""
   value = _find(seen, path) if path else {name: x for name, x in seen.items() if name not in _BESIDES}
-  if value is _MISSING:
+  if value is _MISSING or value is None:
     return Fault(f'observation has no {path}', short(seen))
   return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 

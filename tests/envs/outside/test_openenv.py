@@ -206,6 +206,7 @@ LIES = {
   'no data': ('{"type": "observation"}', 'server answered no observation'),
   'no observation': (_answer(observation=None), 'server answered no observation'),
   'no text': (_answer(observation={}), 'observation has no text'),
+  'null for text': (_answer(observation={'text': None}), 'observation has no text'),
   'a long text': (_answer(observation={'text': 'x' * (1 << 21)}), 'observation is longer than'),
   'a reward that is text': (_answer(reward='1'), 'reward is not a number'),
   'a reward that is not finite': (_FINE.replace('"reward": 1', '"reward": 1e999'), 'reward is not within'),
