@@ -179,7 +179,8 @@ def test_a_curriculum_is_saved_restored_and_rolled_back_with_the_weights(tmp_pat
   other = make(path=write_lines(tmp_path / 'p.jsonl', [{'question': 'new', 'answer': 'a'}]))
   with (
     pytest.raises(
-      UserError, match=r'^checkpoint of step \d+ in .*envs\.Quiz: its curriculum is of 9 other questions than'
+      UserError,
+      match=r'^checkpoint of step \d+ in .*envs\.Quiz: its curriculum is of 9 other questions, or difficulties, than',
     ),
     _open(tmp_path / 'run', curriculum=fresh(other)),
   ):
