@@ -8,6 +8,7 @@ import json
 import pathlib
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +23,6 @@ from ragen_jax.sft import conversations
 from ragen_jax.utils.errors import UserError
 from tests.support.chat_templates import CHATML_TOKENS, KINDS, QWEN25_SYSTEM, Kind, chatml, write_tokenizer
 from tests.support.speakers import context_settings
-
-transformers = pytest.importorskip('transformers')
 
 # Published models, and the kinds of tokenizer that have the facts of their templates.
 REAL = {

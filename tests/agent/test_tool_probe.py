@@ -10,8 +10,6 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.tool_format import qwen_tools
 from tests.support.chat_templates import KINDS, OTHER_TOOLS, QWEN25_TOOLS, TOOL_KINDS, write_tokenizer
 
-pytest.importorskip('transformers')
-
 
 def found(path, template):
   kind = dataclasses.replace(TOOL_KINDS['qwen2.5-tools'], template=template)

@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +23,6 @@ from ragen_jax.sft.messages import read_line
 from ragen_jax.utils.errors import UserError
 from tests.support.chat_templates import CALL_TAGS, QWEN25_TOOLS, TOOL_KINDS, write_tokenizer
 from tests.support.wire import reader
-
-transformers = pytest.importorskip('transformers')
 
 CLOSED = TemplateOptions(enable_thinking=True, add_generation_prompt=False, reply_prefix='')
 LOOK = {

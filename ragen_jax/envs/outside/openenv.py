@@ -146,7 +146,7 @@ class OpenEnvEnvironment(TextEnvironment):
     paths = [('observation_field', self.observation_field), ('success', self.success)]
     for option, path in [*paths, *(('metrics', path) for path in self.metrics)]:
       field = path.partition('.')[0]
-      if field and known and field not in (*seen, *_BESIDES):
+      if field and known and field not in (*seen, 'metadata'):  # reward and done lie beside the observation
         allowed = ', '.join(seen if option == 'observation_field' else (*seen, 'metadata'))
         raise ValueError(f'openenv: {option}={path!r}; allowed: fields of the observation, {allowed}')
     wrong = [name for name in self.action_names if self._data(name) is None]

@@ -359,6 +359,7 @@ def test_a_check_asks_for_health_schema_and_as_many_sessions_as_episodes(server)
      "action_names: 'Up' does not fit|check failed"),
     ('/schema', {'action': ACTION, 'observation': {}}, {'action_field': 'x'}, "'x'; allowed: . or a field .*, move$"),
     ('/schema', None, {'observation_field': 'txt.0'}, "'txt.0'; allowed: fields of the observation, text$"),
+    ('/schema', None, {'metrics': ('reward',)}, "metrics='reward'; allowed: .*, text, metadata$"),
     ('/schema', None, {'success': 'solved'}, "success='solved'; allowed: fields of the observation, text, metadata$"),
     ('/schema', None, {'metrics': ('metadata.x', 'gold.0')}, "metrics='gold.0'; allowed: .*, text, metadata$"),
     ('/schema', {'action': MOVES, 'observation': {}}, {'action_field': 'way', 'action_names': ('left', 'up')},

@@ -83,7 +83,8 @@ def test_a_game_has_the_ids_of_the_built_in_rollout(name, prefix, user, request)
 
 
 def test_plain_conversations_have_the_ids_of_the_template(qwen_tokenizer_dir, qwen, tiny):
-  transformers = pytest.importorskip('transformers')
+  import transformers
+
   for directory, tok in ((qwen_tokenizer_dir, qwen), (presets.resolve('tiny', ''), tiny)):
     reference = transformers.AutoTokenizer.from_pretrained(str(directory))
     fmt = QwenFormat(tok, keep_thoughts=True)
