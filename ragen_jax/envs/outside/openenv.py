@@ -24,9 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import http.client
-import importlib
 import json
-import threading
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
@@ -42,19 +40,16 @@ from ragen_jax.envs.options import (
   check_wording,
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
+from ragen_jax.envs.outside.openenv_link import FULL, Failed, Link, Loop, websockets_client
 from ragen_jax.envs.outside.timed_http import make_opener
 from ragen_jax.utils.errors import describe_error, one_line, short
 from ragen_jax.utils.retry import pause_s
 from ragen_jax.utils.threads import Fault
 
 EVERYTHING = '*'
-_INSTALL = 'pip install -r requirements-openenv.txt'
 _LONGEST_WAIT_S = 30.0
-_CLOSE_S = 5.0
-_LARGEST_MESSAGE = 64 << 20
 _LARGEST_DESCRIPTION = 1 << 20
 _GIVE_UP_AFTER = 3  # messages that took too long, one after another
-_FULL = 'CAPACITY_REACHED'
 # Of an action or observation: what is not part of the game.
 _BESIDES = ('metadata', 'done', 'reward')
 
@@ -134,7 +129,7 @@ class OpenEnvEnvironment(TextEnvironment):
       raise ValueError(f'openenv: options={self.options!r}; allowed: what JSON can say ({e})') from e
     for field, value in values.items():
       object.__setattr__(self, field, value)
-    _websockets()
+    websockets_client()
 
   # -- the server's description --------------------------------------------------------------------------------------
 
@@ -284,14 +279,6 @@ def _last(path: str) -> str:
   return path.rpartition('.')[2]
 
 
-def _websockets() -> Any:
-  """The module of the package's client; raises ValueError if the package is missing."""
-  try:
-    return importlib.import_module('websockets.asyncio.client')
-  except ImportError as e:
-    raise ValueError(f"type='openenv' needs the package websockets, which is missing: {_INSTALL}") from e
-
-
 # -- reading answers ---------------------------------------------------------------------------------------------------
 
 
@@ -329,56 +316,13 @@ def _text(seen: Mapping[str, Any], path: str) -> str | Fault:
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 
-class _Failed(Exception):
-  """A message has no usable answer."""
-
-  def __init__(self, fault: Fault, again: bool = False):
-    super().__init__(str(fault))
-    self.fault, self.again = fault, again  # again: whether a reset may be tried again
-
-
-class _Loop:
-  """A thread with an event loop, until `stop`."""
-
-  def __init__(self):
-    self.loop = asyncio.new_event_loop()
-    self._thread = threading.Thread(target=self._run, daemon=True, name='ragen_jax-openenv')
-    self._thread.start()
-
-  def _run(self) -> None:
-    asyncio.set_event_loop(self.loop)
-    self.loop.run_forever()
-    left = asyncio.all_tasks(self.loop)
-    for task in left:
-      task.cancel()
-    self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-    self.loop.close()
-
-  def results(self, jobs: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of coroutines, which run side by side. An exception becomes a fault."""
-
-    async def gather() -> list[Any]:
-      return await asyncio.gather(*jobs, return_exceptions=True)
-
-    found = asyncio.run_coroutine_threadsafe(gather(), self.loop).result()
-    return [
-      Fault(f'client raised {type(x).__name__}', one_line(x, str)) if isinstance(x, BaseException) else x for x in found
-    ]
-
-  def stop(self) -> None:
-    """Ends the thread; connections that are still open are cut."""
-    self.loop.call_soon_threadsafe(self.loop.stop)
-    if threading.current_thread() is not self._thread:  # a finalizer may run in any thread
-      self._thread.join(_CLOSE_S)
-
-
 class OpenEnvSession(Session):
   """The rows of one client. Each has a connection from its reset to the end of the rollout."""
 
   def __init__(self, env: OpenEnvEnvironment, rows: int):
     self._env, self._rows = env, rows
-    self._links: dict[int, _Link] = {}
-    self._loop: _Loop | None = None
+    self._links: dict[int, Link] = {}
+    self._loop: Loop | None = None
     self._stop: Callable[[], Any] | None = None
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
@@ -387,7 +331,7 @@ class OpenEnvSession(Session):
     self.end()
     env = self._env
 
-    async def begin(row: int, seed: int, link: _Link) -> Any:
+    async def begin(row: int, seed: int, link: Link) -> Any:
       self._links[row] = link
       data = await link.ask('reset', {**env.options, 'seed': int(seed)})
       seen = _observed(data)
@@ -408,10 +352,10 @@ class OpenEnvSession(Session):
   def try_out(self) -> None:
     """Opens a session for each row; raises ValueError if the server refuses one."""
 
-    async def begin(row: int, link: _Link) -> None:
+    async def begin(row: int, link: Link) -> None:
       self._links[row] = link
       # What the state is does not matter, nor that some environments have none before their first reset.
-      await link.ask('state', errors=(_FULL, 'FACTORY_ERROR', 'SESSION_ERROR'))
+      await link.ask('state', errors=(FULL, 'FACTORY_ERROR', 'SESSION_ERROR'))
 
     rows = range(self._rows)
     results = self._side_by_side('check', rows, lambda row: self._connected(lambda link: begin(row, link), tries=1))
@@ -419,7 +363,7 @@ class OpenEnvSession(Session):
     if not faults:
       return
     where = f'openenv: url={self._env.url!r}'
-    full = [fault for fault in faults if _FULL in fault.detail]
+    full = [fault for fault in faults if FULL in fault.detail]
     if full and len(full) == len(faults):
       raise ValueError(
         f'{where}: the server has {self._rows - len(full)} sessions free, and {self._rows} episodes are played at a '
@@ -455,15 +399,15 @@ class OpenEnvSession(Session):
         info['success'] = won
     return text, reward, done, info
 
-  async def _connected(self, play: Callable[[_Link], Coroutine[Any, Any, Any]], tries: int | None = None) -> Any:
+  async def _connected(self, play: Callable[[Link], Coroutine[Any, Any, Any]], tries: int | None = None) -> Any:
     """What `play` returns with a new connection, with several tries."""
     tries, tried = tries or self._env.retries + 1, 0
     while True:
       link, tried = None, tried + 1
       try:
-        link = await _Link.open(self._env.url)
+        link = await Link.open(self._env.url)
         return await play(link)
-      except _Failed as e:
+      except Failed as e:
         if link is not None:
           link.drop()
         if not e.again or tried >= tries:
@@ -478,7 +422,7 @@ class OpenEnvSession(Session):
     """The results of jobs of rows. A row whose job fails loses its connection, except that an error was answered."""
     env, late_in_a_row = self._env, 0
     if self._loop is None:
-      self._loop = _Loop()
+      self._loop = Loop()
       self._stop = weakref.finalize(self, self._loop.stop)
     room = asyncio.Semaphore(env.workers)
     waits = (
@@ -498,7 +442,7 @@ class OpenEnvSession(Session):
         except TimeoutError:
           late_in_a_row += 1
           result = Fault(late)
-        except _Failed as e:
+        except Failed as e:
           result = e.fault
       if isinstance(result, Fault) and (link := self._links.pop(row, None)) is not None:
         link.drop()
@@ -516,100 +460,3 @@ class OpenEnvSession(Session):
       self._stop()
 
   close = end
-
-
-class _Link:
-  """A connection to the server. Its methods run in the event loop, one at a time."""
-
-  def __init__(self, socket: Any):
-    self.told: dict[str, float] = {}  # metric of the state -> its last value
-    self._socket = socket
-    self._waiting: asyncio.Future[str | bytes] | None = None
-    self._unasked: str | bytes | None = None
-    self._end = ''
-    self._reader = asyncio.create_task(self._read())
-
-  @classmethod
-  async def open(cls, url: str) -> _Link:
-    """A new connection to the server at this base address; raises `_Failed`."""
-    client = _websockets()
-    address = 'ws' + url.removeprefix('http').rstrip('/') + '/ws'  # https becomes wss
-    limits = {'open_timeout': None, 'close_timeout': _CLOSE_S, 'ping_interval': None, 'max_size': _LARGEST_MESSAGE}
-    try:
-      return cls(await _no_redirects(client.connect)(address, proxy=None, compression=None, **limits))
-    except (OSError, EOFError, importlib.import_module('websockets.exceptions').WebSocketException) as e:
-      raise _Failed(Fault('server cannot be reached', f'{address}: {describe_error(e)}'), again=True) from e
-
-  async def _read(self) -> None:
-    """Takes what the server sends, until the connection ends or a message comes that nobody waits for."""
-    try:
-      while True:
-        message = await self._socket.recv()
-        if self._waiting is None or self._waiting.done():
-          self._unasked = message
-          return
-        self._waiting.set_result(message)
-    except Exception as e:  # noqa: BLE001, damaged frames too end the connection
-      self._end = describe_error(e)
-    finally:
-      if self._waiting is not None and not self._waiting.done():
-        self._waiting.set_exception(_Failed(Fault('server closed the connection', self._end), again=True))
-
-  async def ask(self, kind: str, data: Any = None, errors: Sequence[str] | None = None) -> Any:
-    """The data of the answer to a message.
-
-    Args:
-      errors: codes of errors that matter; others count as an answer without data. None for all.
-
-    Raises:
-      _Failed: there is no answer, or it is an error.
-    """
-    if self._unasked is None:
-      if self._reader.done():
-        raise _Failed(Fault('server closed the connection', self._end), again=True)
-      self._waiting = asyncio.get_running_loop().create_future()
-      message = {'type': kind} if data is None else {'type': kind, 'data': data}
-      # If the connection is closed, the reader tells why: the last message may be a refusal.
-      with contextlib.suppress(importlib.import_module('websockets.exceptions').ConnectionClosed):
-        await self._socket.send(json.dumps(message))
-      raw, asked = await self._waiting, True
-    else:
-      raw, asked = self._unasked, False
-    try:
-      answer = json.loads(raw)
-    except (ValueError, RecursionError) as e:
-      raise _Failed(Fault(f'{kind} answered no JSON', describe_error(e))) from e
-    if not isinstance(answer, Mapping):
-      raise _Failed(Fault(f'{kind} answered no object', short(answer)))
-    data = answer.get('data')
-    if answer.get('type') == 'error':
-      data = data if isinstance(data, Mapping) else {}
-      code, told = one_line(data.get('code'), str), one_line(data.get('message'), str)
-      if errors is not None and code not in errors:
-        return {}
-      raise _Failed(Fault(f'{kind} answered an error', f'{code}: {told}'[:300]), again=code == _FULL)
-    if not asked:
-      raise _Failed(Fault('server sent a message that nobody asked for', short(answer)))
-    if answer.get('type') != ('state' if kind == 'state' else 'observation'):
-      raise _Failed(Fault(f'{kind} answered another message', short(answer)))
-    return data
-
-  async def close(self) -> None:
-    """Asks the server to end the session, and waits a little until it has."""
-    with contextlib.suppress(Exception):
-      async with asyncio.timeout(_CLOSE_S):
-        await self._socket.send('{"type": "close"}')
-        await self._reader
-    self.drop()
-    await asyncio.sleep(0)
-
-  def drop(self) -> None:
-    """Cuts the connection."""
-    self._reader.cancel()
-    self._socket.transport.abort()
-
-
-@functools.cache
-def _no_redirects(connect: type) -> type:
-  """A kind of `websockets.asyncio.client.connect` that goes to no other address."""
-  return type('connect', (connect,), {'process_redirect': lambda self, exception: exception})
