@@ -6,7 +6,6 @@ A tag names an environment and its settings. `train.tags` and `eval.tags` choose
 from ml_collections import ConfigDict, FieldReference
 
 from ragen_jax.envs import bandit
-from ragen_jax.envs.dataset.items import FIELDS
 from ragen_jax.envs.spec import OPTIONAL
 
 # Tag with the held-out part of a data set -> the tag whose fields it follows: one flag sets the file of both.
@@ -434,10 +433,8 @@ def by_tag() -> ConfigDict:
 
 
 def _like(env: ConfigDict, **changes) -> ConfigDict:
-  """An environment with some fields changed. A data set has only those of the row's `fields` that are named."""
+  """An environment with some fields changed."""
   env = env.copy_and_resolve_references()
-  if 'fields' in changes:
-    env.fields.update(dict.fromkeys(FIELDS, ''))
   env.update(changes)
   return env
 

@@ -288,6 +288,9 @@ def test_a_server_that_is_too_slow_is_cut_off(server, monkeypatch):
   server.trouble = late
   (fault,) = search(connect(server, retries=0, timeout_s=60.0), 'city')
   assert fault.detail == f'{server.url}/retrieve: no whole answer in 60 s, 1 tries'
+  del server.requests[:]
+  faults = search(connect(server, retries=0, timeout_s=60.0, workers=1), 'city', 'river')  # the second is not sent
+  assert len(faults) == 2 and len(server.requests) == 1
 
 
 def test_a_dead_server_costs_its_tries_once(server):
