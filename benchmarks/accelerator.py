@@ -97,12 +97,12 @@ def jobs(parts: tuple[str, ...], quick: bool) -> list[Job]:
     Job('parity', '', 'parity', 30, 240),
     Job('attention', '', 'attention', 60, 300),
     *[x for x in combinations if not x.flags],
-    Job('iteration', 'plan', 'plan_memory', 60, 240, on_cpu=True),
-    Job('iteration', 'compiler', 'plan_compiler', 60, 240, on_cpu=True, may_fail=True),
     Job('iteration', 'run', 'iteration', 120, 600),
-    *alone,
     Job('main_job', '', 'main_job', 90, 300),
     Job('decode', 'transformers', 'transformers', 60, 180, may_fail=True),
+    Job('iteration', 'plan', 'plan_memory', 60, 240, on_cpu=True),
+    Job('iteration', 'compiler', 'plan_compiler', 60, 240, on_cpu=True, may_fail=True),
+    *alone,
     *[x for x in combinations if len(x.flags) > 1],
   ]
   if quick:  # on a slow machine its compilations take longer, and nothing is measured
@@ -187,7 +187,7 @@ def run_all(
       record.setdefault(job.part, {})[job.name] = found
     else:
       record[job.part] = found
-    if job.worker == 'iteration':
+    if 'run' in record.get('iteration', {}):
       record['iteration']['beside_plan'] = beside_plan(record['iteration'])
     print(f'{job.title}: {json.dumps(found)}', flush=True)
     write()
