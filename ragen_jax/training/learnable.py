@@ -13,10 +13,13 @@ from ragen_jax.utils.errors import short
 
 # Below this share of valid first replies, most episodes are played by chance.
 _VALID = 0.5
+# Episodes without a valid reply, and unsuccessful ones with valid replies only, whose mean scores are compared.
+_COMPARED = 4
 _TRY_REPLIES = (
   "try another wording (agent.request), agent.format='no_think', more agent.max_response_tokens, a lower "
   'temperature, or a warm start (docs/real_models.md)'
 )
+_TRY_PENALTY = 'try a lower agent.format_penalty, so that an invalid reply costs more than a whole turn of play'
 _TRY_CONTEXT = (
   'try more agent.max_context, fewer agent.max_response_tokens, or shorter observations, as by '
   'envs.TAG.max_observation_tokens'
@@ -37,6 +40,25 @@ def invalid_replies(episodes: Sequence[Episode]) -> list[str]:
       warnings.append(
         f'{tag}: {len(invalid)} of {len(first)} first replies are not valid, such as {short(invalid[0].reply)}; '
         f'{_TRY_REPLIES}'
+      )
+  return warnings
+
+
+def paid_invalid_replies(episodes: Sequence[Episode]) -> list[str]:
+  """A warning for each environment in which it pays to write invalid replies instead of playing without success.
+
+  The policy learns this first: on Sokoban, an action costs 0.1, and with the default penalty a reply that is not valid
+  costs as much as one action (docs/real_models.md#sokoban).
+  """
+  warnings = []
+  for tag in dict.fromkeys(e.tag for e in episodes):
+    failed = [e for e in episodes if e.tag == tag and e.turns and e.status not in (Status.SUCCESS, Status.ENV_ERROR)]
+    idle = [_trained_score(e) for e in failed if not any(t.valid for t in e.turns)]
+    playing = [_trained_score(e) for e in failed if all(t.valid for t in e.turns)]
+    if min(len(idle), len(playing)) >= _COMPARED and np.mean(idle) > np.mean(playing) + ZERO:
+      warnings.append(
+        f'{tag}: invalid replies pay: the mean score is {np.mean(idle):.3g} in {len(idle)} episodes without a valid '
+        f'reply, and {np.mean(playing):.3g} in {len(playing)} unsuccessful ones with valid replies only; {_TRY_PENALTY}'
       )
   return warnings
 

@@ -119,7 +119,7 @@ class Trainer:
     self.replay = ReplayBuffer(settings.replay)
     self._shapes: list[tuple[int, int, int]] = []
     self.recorder = Recorder(settings.records, player, model.tokenizer)
-    self._warned = False
+    self._warned: set[str] = set()
 
   @property
   def rows(self) -> int:
@@ -185,17 +185,19 @@ class Trainer:
     return rollout, selected
 
   def _warn(self, episodes: list[Episode]) -> None:
-    """Says when a rollout has little to learn from; once, until a later rollout is better."""
+    """Says when a rollout has little to learn from, or the wrong; each once, until a later rollout is better."""
     scores = learnable.equal_scores(episodes, in_groups=self.settings.filter.needs_groups)
-    found = [
-      *learnable.unplayed_episodes(episodes),
-      *learnable.invalid_replies(episodes),
-      *([scores] if scores else []),
-    ]
-    if found and not self._warned:
-      for line in found:
-        _log.warning(line)
-    self._warned = bool(found)
+    found = {
+      'unplayed': learnable.unplayed_episodes(episodes),
+      'invalid': learnable.invalid_replies(episodes),
+      'paid': learnable.paid_invalid_replies(episodes),
+      'equal': [scores] if scores else [],
+    }
+    for kind, lines in found.items():
+      if kind not in self._warned:
+        for line in lines:
+          _log.warning(line)
+    self._warned = {kind for kind, lines in found.items() if lines}
 
   def rollout(self, state: TrainState, attempt: int = 0) -> Rollout:
     """Plays a fresh level for each group; `attempt`, the number of the iteration's earlier rollouts, gives others."""

@@ -11,7 +11,7 @@ from configs import frozenlake_ppo
 from ragen_jax import build
 from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.world_model.state_reward import NO_REWARD
-from ragen_jax.training.learnable import equal_scores, invalid_replies, unplayed_episodes
+from ragen_jax.training.learnable import equal_scores, invalid_replies, paid_invalid_replies, unplayed_episodes
 
 
 def episode(valid=True, score=0.0, *, group=0, tag='Bandit', status=Status.FAILURE, answered=True, later=True):
@@ -82,6 +82,23 @@ def test_failed_environments_and_single_episodes_are_no_evidence():
   assert not equal_scores([episode(score=1.0, status=Status.ENV_ERROR), episode()], in_groups=False)
 
 
+def test_invalid_replies_that_pay_more_than_play_are_told():
+  def idle(score=-0.1, n=4, **fields):
+    return [episode(False, score, later=False, **fields) for _ in range(n)]
+
+  playing = [episode(True, -0.15)] * 4  # two turns each
+  (line,) = paid_invalid_replies([*idle(), *playing, episode(True, 10.0, status=Status.SUCCESS)])
+  assert line.startswith('Bandit: invalid replies pay: the mean score is -0.2 in 4 episodes')
+  assert '-0.3 in 4 unsuccessful ones' in line and 'agent.format_penalty' in line
+  assert not paid_invalid_replies([*idle(-0.2), *playing])  # they cost more
+  assert not paid_invalid_replies([*idle(-0.15), *playing])
+  assert not paid_invalid_replies([*idle(n=3), *playing]) and not paid_invalid_replies([*idle(), *playing[:3]])
+  assert not paid_invalid_replies([*idle(tag='FrozenLake'), *playing])  # another game
+  mixed = [episode(False, -0.1), episode(True, -0.1, later=False)]
+  assert not paid_invalid_replies([*idle(n=3), *mixed, *playing])
+  assert not paid_invalid_replies([*idle(status=Status.ENV_ERROR), *playing])
+
+
 def test_a_run_says_once_that_it_has_nothing_to_learn_from(caplog):
   config = frozenlake_ppo.get_config()
   config.agent.request = 'Say {form} in {max_words} words.'  # unknown to the built-in model
@@ -95,6 +112,10 @@ def test_a_run_says_once_that_it_has_nothing_to_learn_from(caplog):
       trainer._warn([episode(False, -0.1, group=g, tag='FrozenLake') for g in (0, 0, 1, 1)])
   said = [r.getMessage() for r in caplog.records]
   assert len(said) == 2 and '4 of 4 first replies' in said[0] and said[1].startswith('nothing to learn from')
+  caplog.clear()
+  with caplog.at_level(logging.WARNING):  # what was not said yet
+    trainer._warn([episode(False, -0.1, later=False)] * 5 + [episode(True, -0.3)] * 4)
+  assert [r.getMessage().split(':')[1] for r in caplog.records] == [' invalid replies pay']
   caplog.clear()
   trainer._warn([episode(True, float(i)) for i in range(4)])
   trainer._warn([episode(True, 1.0) for _ in range(4)])
