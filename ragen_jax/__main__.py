@@ -20,7 +20,7 @@ from ragen_jax.distributed import processes
 from ragen_jax.runs.interrupt import Stopped, lost_interrupts_again
 from ragen_jax.utils import foreign
 from ragen_jax.utils.background import still_compiling
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import UserError, out_of_memory
 
 # -- Modes. Each imports its module when it starts, so that --help and errors about flags appear at once. --------------
 
@@ -163,7 +163,12 @@ def main(argv: list[str]) -> None:
   if mode != 'play' and _LEVEL.value is not None:
     raise UserError(f'--level has no effect with --mode={mode}')
   start, _ = MODES[mode]
-  start(_CONFIG.value, command_line.workdirs(flags.FLAGS))
+  try:
+    start(_CONFIG.value, command_line.workdirs(flags.FLAGS))
+  except RuntimeError as e:  # those of JAX are among them
+    if line := out_of_memory(e):
+      raise UserError(line) from e
+    raise
   gc.collect()  # closes the environments that are no longer used
   if left := foreign.end_children():
     raise UserError(left)

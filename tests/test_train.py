@@ -372,6 +372,33 @@ def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
   assert policy.sampler.traces['decode'] <= 14
 
 
+_OUT_OF_MEMORY = """
+import sys, jax
+from ragen_jax import __main__
+
+def mode(config, workdirs):
+  raise jax.errors.JaxRuntimeError(message)
+
+message = sys.argv.pop()
+__main__.MODES['train'] = mode, ''
+__main__.run()
+"""
+
+
+@pytest.mark.parametrize(
+  ('message', 'told'),
+  [('RESOURCE_EXHAUSTED: Out of memory while trying to allocate 11.06GiB.\nStack', True), ('INTERNAL: x', False)],
+)
+def test_a_device_without_memory_is_told_in_one_line(tmp_path, message, told):
+  done = copy_python(_OUT_OF_MEMORY, '--config=configs/frozenlake_ppo.py', f'--workdir={tmp_path}', message)
+  if told:
+    assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr[-2000:]
+    assert done.stderr.startswith('error: a device ran out of memory (RESOURCE_EXHAUSTED: Out of memory while trying to')
+    assert '11.06GiB.)' in done.stderr and 'optimizer.micro_batch_size' in done.stderr
+  else:
+    assert done.returncode == 1 and 'JaxRuntimeError: INTERNAL: x' in done.stderr
+
+
 _COMPILES_AT_THE_END = """
 import atexit, sys, threading
 from ragen_jax import __main__

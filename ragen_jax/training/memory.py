@@ -24,6 +24,9 @@ from ragen_jax.utils import host_memory
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
 USABLE = 0.9
+# Share of what the kept arrays leave on a GPU that a program may take in one piece: its allocator does not move arrays.
+# A warm start of Qwen2.5-0.5B that could fill 21.6 GiB of a GPU found no 11 GiB in one piece after ten steps.
+_ONE_PIECE = 0.75
 # On CPUs, bytes that compilers and the libraries of matrix products take during a run.
 WORKSPACE = 5 * 2**28
 # On CPUs, what may be filled is a multiple of this, so that runs of one machine mostly choose the same.
@@ -95,6 +98,7 @@ class UpdateMemory:
     scores_column: attention's scores, for each column.
     most_scores: attention's scores at most.
     head_columns: the most columns that count for the product with the vocabulary.
+    one_piece: share of what `kept` leaves that a program may take.
   """
 
   kept: int
@@ -106,6 +110,7 @@ class UpdateMemory:
   scores_column: int
   most_scores: int
   head_columns: int = _MOST_COLUMNS
+  one_piece: float = 1.0
 
   def activations(self, columns: int, remat: str) -> int:
     """What the gradient program needs in addition to its arguments and results; `remat` is one of `qwen.REMAT`."""
@@ -120,8 +125,9 @@ class UpdateMemory:
     return self.kept + self.activations(columns, remat)
 
   def columns(self, limit: float, remat: str) -> int:
-    """The most columns whose total is at most `limit`; 0 if none is."""
-    found = bisect.bisect_right(range(_MOST_COLUMNS), limit, key=lambda columns: self.total(columns, remat))
+    """The most columns whose total is at most `limit`, in one piece; 0 if none is."""
+    room = self.one_piece * (limit - self.kept)
+    found = bisect.bisect_right(range(_MOST_COLUMNS), room, key=lambda columns: self.activations(columns, remat))
     return max(found - 1, 0)
 
 
@@ -250,7 +256,7 @@ def update_memory(
   return UpdateMemory(
     kept, saved=saved, head=always + head + logits_chunk * (logits + size * c.vocab_size // tensor),
     head_column=0 if logits_chunk else 4 * logits, layers=always + layers, layers_column=widest, scores_column=scores,
-    most_scores=3 * 4 * _MOST_SCORES,
+    most_scores=3 * 4 * _MOST_SCORES, one_piece=1.0 if platform in ('cpu', 'tpu') else _ONE_PIECE,
   )  # fmt: skip
 
 

@@ -85,3 +85,15 @@ def short(value: Any) -> str:
 def describe_error(error: BaseException) -> str:
   """An exception's type and message in one line."""
   return f'{type(error).__name__}: {one_line(error, str)}'
+
+
+def out_of_memory(error: RuntimeError) -> str:
+  """What to do, in one line, if a device had no memory left for a program of JAX; '' for other errors."""
+  if 'RESOURCE_EXHAUSTED' not in str(error):
+    return ''
+  reason = one_line(str(error).partition('\n')[0], str)[:_SHOWN]
+  return (
+    f'a device ran out of memory ({reason}); try model.remat=True, a smaller optimizer.micro_batch_size (with '
+    '--mode=sft a smaller sft.batch_size) or agent.rows_in_flight, or LoRA; docs/troubleshooting.md#out-of-memory says '
+    'what each costs'
+  )

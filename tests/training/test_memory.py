@@ -247,6 +247,16 @@ def test_columns_are_the_most_that_fit():
       assert found.total(columns, remat) <= limit < found.total(columns + 1, remat) or (columns == 0 and limit < 1560)
     assert found.columns(0, remat) == 0
   assert found.columns(10_000, 'none') < found.columns(10_000, 'elementwise') < found.columns(10_000, 'layers')
+  pieces = dataclasses.replace(found, one_piece=0.75)  # of what is left by the 1000 that are kept
+  assert pieces.columns(9000, 'layers') == found.columns(7000, 'layers')
+
+
+@pytest.mark.parametrize(('platform', 'share'), [('cpu', 1), ('tpu', 1), ('gpu', 0.75), ('cuda', 0.75)])
+def test_a_program_gets_a_part_of_the_memory_that_a_gpu_has_left(platform, share):
+  found = memory.update_memory(
+    _pretrained('qwen2.5-0.5b'), logits_chunk=2048, width=2048, reference=False, platform=platform, images=None
+  )
+  assert found.one_piece == share
 
 
 def test_what_is_computed_again_is_the_fastest_that_fits():
