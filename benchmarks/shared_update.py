@@ -3,6 +3,7 @@
   python benchmarks/shared_update.py --model=qwen2.5-0.5b-instruct=DIR --case=bandit
   python benchmarks/shared_update.py --model=smollm2-135m=DIR --case=frozenlake --case=long_prompt
   python benchmarks/shared_update.py --quick      the built-in model, small cases
+  python benchmarks/shared_update.py --model=qwen2.5-0.5b-instruct=DIR --no-lora --topology=v5e:2x4
 
 DIR is the folder of a Hugging Face checkpoint; 'NAME=DIR' uses the settings of the preset NAME. The cases, of random
 tokens with the lengths that the games have:
@@ -15,12 +16,16 @@ tokens with the lengths that the games have:
 An update is one optimiser step of GRPO on all rows, with the packing of the config. Each side has a process of its
 own, for its peak memory. Each takes a step that is not counted, because it compiles; then both take steps in turns, A B
 A B. The first steps of the two have the same weights, so their losses are compared.
+
+With --topology, nothing is run: the compiler of these chips estimates the device time of the gradients of both sides,
+in bfloat16, with sizes chosen for the memory of the chips. It needs requirements-aot.txt, and no weights in DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -37,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+from ml_collections import ConfigDict  # noqa: E402
 
 import ragen_jax  # noqa: E402
 from benchmarks.learning_curves import hardware  # noqa: E402
@@ -44,6 +50,10 @@ from ragen_jax import build  # noqa: E402
 from ragen_jax.agent.episode import Status  # noqa: E402
 from ragen_jax.agent.rollout import Rollout  # noqa: E402
 from ragen_jax.agent.trajectory import Trajectory  # noqa: E402
+from ragen_jax.config.checks import check_config  # noqa: E402
+from ragen_jax.planning import abstract, memory, programs, topologies  # noqa: E402
+from ragen_jax.planning import estimate as compiler  # noqa: E402
+from ragen_jax.planning.lowering import lower_gradient  # noqa: E402
 from ragen_jax.training import packing  # noqa: E402
 from ragen_jax.training.selection import Selection  # noqa: E402
 
@@ -119,20 +129,25 @@ def rollout_of(case: Case, vocabulary: int, pad: int, seed: int) -> Rollout:
   return Rollout(trajectory, [], anchors, scores, int(mask.sum()), pad)
 
 
-def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> None:
-  """One side: takes a step for each line of the input, and answers with its seconds, loss and peak memory."""
+def config_of(model: str, shape: Case, args: argparse.Namespace, more: dict[str, Any]) -> ConfigDict:
+  """The run whose update is measured."""
   preset, _, path = model.partition('=')
-  shape = QUICK if args.quick else CASES[case]
   lora = args.lora and bool(path)
   fields = {
     'train.groups': shape.groups, 'train.group_size': shape.group_size,
     'optimizer.mini_batch_size': shape.groups * shape.group_size, 'optimizer.packing': True,
     'agent.max_context': 2048, 'algorithm.old_logprobs': 'trainer',
-    'model.dtype': 'float32', 'model.param_dtype': 'float32', 'seed': args.seed,
+    'seed': args.seed, **more,
   }  # fmt: skip
   if path:
     fields['model.path'] = path
-  config = ragen_jax.load_config(f'bandit_grpo:{preset}{"-lora" if lora else ""}', fields)
+  return ragen_jax.load_config(f'bandit_grpo:{preset}{"-lora" if lora else ""}', fields)
+
+
+def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> None:
+  """One side: takes a step for each line of the input, and answers with its seconds, loss and peak memory."""
+  shape = QUICK if args.quick else CASES[case]
+  config = config_of(model, shape, args, {'model.dtype': 'float32', 'model.param_dtype': 'float32'})
   policy = build.load_policy(config)
   trainer = build.make_trainer(config, policy)
   state = trainer.init()
@@ -154,6 +169,36 @@ def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> N
         'peak_gib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
       }  # fmt: skip
       print(json.dumps(answer), flush=True)
+
+
+def estimate(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
+  """Device time of the gradients of an optimiser step of both sides, by the compiler of `args.topology`."""
+  topology, shape = topologies.parse(args.topology, '--topology'), CASES[case]
+  config = config_of(model, shape, args, {'plan.topology': topology.name})
+  check_config(config, weights=False)
+  run = programs.make_run(config, topologies.devices(topology))
+  trajectory = rollout_of(shape, run.cfg.vocab_size, 0, args.seed).trajectory
+  every, scored = [np.arange(len(trajectory.length))], trajectory.loss_mask.sum(axis=1)
+  found: dict[str, Any] = {}
+  for side, tokens in zip(SIDES, (trajectory.tokens, None), strict=True):
+    (calls,) = packing.plan_batches(every, trajectory.length, scored, run.batching, tokens)
+    batch = abstract.abstract_batch(config, run.trainer, abstract.shape_of(calls[0]))
+    lower = functools.partial(lower_gradient, run.trainer.learner, run.state, batch)
+    program = programs.Program('gradient', 'gradient', 'update', '', lower, len(calls), 0)
+    result = compiler.measure(program, topology)
+    if result.cost is None:
+      raise SystemExit(f'error: --topology={topology.name}: the compiler refuses a program: {result.failure}')
+    seconds = len(calls) * (result.cost.work.seconds + result.cost.work.link_seconds(topology.chip))
+    found[side] = {
+      'calls': len(calls), 'shape': abstract.shape_of(calls[0]), 'seconds': round(seconds, 4),
+      'temporary_gib': round(result.cost.hbm / 2**30, 2),
+    }  # fmt: skip
+  return {
+    'model': model.partition('=')[0], 'case': case, 'lora': args.lora and '=' in model, 'topology': topology.name,
+    'tokens': int(trajectory.length.sum()), **found,
+    'ratio': round(found[SIDES[1]]['seconds'] / found[SIDES[0]]['seconds'], 2), 'date': time.strftime('%Y-%m-%d'),
+    'jax': jax.__version__, 'seed': args.seed,
+  }  # fmt: skip
 
 
 def measure(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -195,6 +240,7 @@ def main() -> None:
   parser.add_argument('--repeat', type=int, default=2)
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--no-lora', dest='lora', action='store_false', help='train all weights')
+  parser.add_argument('--topology', default='', help='estimate the time of these chips, such as v5e:2x4 or h100:1')
   parser.add_argument('--quick', action='store_true', help='the built-in model, a few episodes')
   parser.add_argument('--output', type=pathlib.Path, default=ROOT / 'benchmarks' / 'results' / 'shared_update.json')
   args = parser.parse_args()
@@ -206,9 +252,12 @@ def main() -> None:
     return
   if not args.model:
     parser.error('--model=NAME=DIR is needed, or --quick')
+  if args.topology:
+    topologies.prepare(topologies.parse(args.topology, '--topology'))
+    memory.use_cpu_devices(1)
   for model in args.model:
     for case in args.case or CASES:
-      row = measure(model, case, args)
+      row = (estimate if args.topology else measure)(model, case, args)
       rows = json.loads(args.output.read_text()) if args.output.exists() else []
       args.output.parent.mkdir(parents=True, exist_ok=True)
       args.output.write_text(json.dumps([*rows, row], indent=1) + '\n')

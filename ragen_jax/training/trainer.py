@@ -14,7 +14,7 @@ from flax import nnx
 
 from ragen_jax.agent import finite
 from ragen_jax.agent.env_manager import first_training_level
-from ragen_jax.agent.episode import Episode
+from ragen_jax.agent.episode import Episode, Status
 from ragen_jax.agent.finite import NotFinite
 from ragen_jax.agent.image_table_sizes import image_room
 from ragen_jax.agent.language_model import LanguageModel, param_state
@@ -42,6 +42,10 @@ from ragen_jax.training.rollout_metrics import policy_lag, rollout_metrics
 from ragen_jax.training.scoring import Plans, Scorer
 from ragen_jax.training.selection import FilterSettings, Selection
 from ragen_jax.training.state import TrainState, copy_of_policy
+from ragen_jax.utils.errors import UserError, short
+
+# Consecutive rollouts in which all episodes ended because their environments failed, after which a run ends.
+_FAILED_ROLLOUTS = 3
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +124,7 @@ class Trainer:
     self._shapes: list[tuple[int, int, int]] = []
     self.recorder = Recorder(settings.records, player, model.tokenizer)
     self._warned: set[str] = set()
+    self._failed = 0  # consecutive rollouts without an episode to learn from, because their environments failed
 
   @property
   def rows(self) -> int:
@@ -158,6 +163,9 @@ class Trainer:
     If the filter keeps fewer than `train.groups` groups, more rollouts are played until this number is reached, at most
     `filter.max_rollouts`. With a replay buffer, groups of earlier iterations are added. If a number of the rollout is
     not finite, nothing is kept or added, and the selection's metrics contain a `NotFinite`.
+
+    Raises:
+      UserError: the environments failed in all episodes, also in the calls before this one.
     """
     s, iteration = self.settings, state.iteration
     played = [self.rollout(state)]
@@ -172,6 +180,7 @@ class Trainer:
       selected = self.select(rollout)
     selected = selection.draw_groups(selected, s.rollout.groups, np.random.default_rng((s.seed, iteration, 2)))
     selected.metrics['rollout/rollouts'] = len(played)
+    self._check_environments(rollout.episodes)
     self._warn(rollout.episodes)
     if s.replay.groups:
       rows, scale = np.flatnonzero(selected.keep), selected.scale
@@ -183,6 +192,18 @@ class Trainer:
       selected.metrics.update(self.curriculum.record(rollout.episodes, iteration))
     self._observer.played(rollout, iteration + 1)
     return rollout, selected
+
+  def _check_environments(self, episodes: list[Episode]) -> None:
+    """Ends a run whose environments have failed in all episodes of some consecutive rollouts, in all processes."""
+    failed = bool(episodes) and all(e.status == Status.ENV_ERROR for e in episodes)
+    self._failed = self._failed + 1 if failed else 0
+    if self._failed >= _FAILED_ROLLOUTS:
+      last = episodes[-1]
+      raise UserError(
+        f'the environments failed in all {len(episodes)} episodes of {self._failed} consecutive rollouts; the last '
+        f'failure, in {last.tag}: {short(last.error)}',
+        everywhere=True,
+      )
 
   def _warn(self, episodes: list[Episode]) -> None:
     """Says when a rollout has little to learn from, or the wrong; each once, until a later rollout is better."""

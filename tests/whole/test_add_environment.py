@@ -23,6 +23,7 @@ from ragen_jax.config.checks import check_config
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.sampling.draw import PLAIN
 from ragen_jax.training.rollout_metrics import rollout_metrics
+from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 from tests.support.paths import ROOT
 
@@ -208,3 +209,7 @@ def test_an_iteration_of_which_nothing_could_be_reset_changes_nothing(server):
   assert metrics['train/num_mini_batches'] == 0
   assert jax.tree.all(jax.tree.map(np.array_equal, before, state.params))
   assert rollout_metrics(rollout, 2)['train/Elevator/env_errors'] == 1.0
+  trainer.collect(state)
+  with pytest.raises(UserError, match='all 4 episodes of 3 consecutive rollouts.*in Elevator: .*got no answer') as raised:
+    trainer.collect(state)
+  assert raised.value.everywhere
