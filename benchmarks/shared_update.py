@@ -136,8 +136,7 @@ def config_of(model: str, shape: Case, args: argparse.Namespace, more: dict[str,
   fields = {
     'train.groups': shape.groups, 'train.group_size': shape.group_size,
     'optimizer.mini_batch_size': shape.groups * shape.group_size, 'optimizer.packing': True,
-    'agent.max_context': 2048, 'algorithm.old_logprobs': 'trainer',
-    'seed': args.seed, **more,
+    'algorithm.old_logprobs': 'trainer', 'seed': args.seed, **more,
   }  # fmt: skip
   if path:
     fields['model.path'] = path
