@@ -213,7 +213,10 @@ def measure(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
       for side, process in sides.items():
         process.stdin.write('\n')
         process.stdin.flush()
-        found[side].append(json.loads(process.stdout.readline()))
+        line = process.stdout.readline()
+        if not line:
+          raise SystemExit(f'error: the process of {side!r} ended with status {process.wait()}')
+        found[side].append(json.loads(line))
   finally:
     for process in sides.values():
       process.kill()
