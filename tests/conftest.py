@@ -110,6 +110,14 @@ def _forget_programs():
     _programs = 0
 
 
+@pytest.fixture
+def new_programs() -> None:
+  """For tests that count traces: no test before has traced the programs of equal models and settings."""
+  from ragen_jax.utils import alike
+
+  alike.forget()
+
+
 @pytest.fixture(scope='session')
 def shared_dir() -> pathlib.Path:
   """The directory `shared` beside the repository, with reference data that is too large for it or not ours."""

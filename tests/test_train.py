@@ -354,6 +354,7 @@ def test_training_lifts_success_on_the_bandit(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('new_programs')
 def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
   config = small_config(
     train__groups=16, train__group_size=4, optimizer__mini_batch_size=32, optimizer__micro_batch_size=16, length_step=64

@@ -96,6 +96,12 @@ class LayerCache:
   v: jax.Array
 
 
+def empty_cache(cfg: QwenConfig, dtype: Any, batch: int, size: int) -> tuple[LayerCache, ...]:
+  """The caches of all layers for `batch` rows of `size` columns."""
+  shape = (batch, size, cfg.num_kv_heads, cfg.head_dim)
+  return tuple(LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype)) for _ in range(cfg.num_layers))
+
+
 @struct.dataclass
 class HeadsCache:
   """A `LayerCache` that many calls with one new column of each row read: keys [B, K, H, S], values [B, K, S, H].
@@ -389,6 +395,4 @@ class Qwen(nnx.Module):
 
   def init_cache(self, batch: int, size: int, dtype: Any | None = None) -> tuple[LayerCache, ...]:
     """An empty cache for `batch` rows of `size` columns; the default type is that of activations."""
-    shape = (batch, size, self.cfg.num_kv_heads, self.cfg.head_dim)
-    dtype = dtype or self.dtype
-    return tuple(LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype)) for _ in range(self.cfg.num_layers))
+    return empty_cache(self.cfg, dtype or self.dtype, batch, size)

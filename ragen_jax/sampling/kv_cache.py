@@ -9,13 +9,15 @@ A program may run on some of the rows: it reads their part of the cache, and not
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 
 from ragen_jax.distributed.sharding import ROW_AXES
-from ragen_jax.models.qwen import LayerCache, Qwen
+from ragen_jax.models.qwen import LayerCache, Qwen, QwenConfig, empty_cache
 
 
 @struct.dataclass
@@ -42,12 +44,17 @@ class SamplerState:
 
 def init_state(model: Qwen, rows: int, size: int) -> SamplerState:
   """An empty state of `rows` rows and `size` columns."""
+  return empty_state(model.cfg, model.dtype, rows, size)
+
+
+def empty_state(cfg: QwenConfig, dtype: Any, rows: int, size: int) -> SamplerState:
+  """`init_state` for a model with this config, whose activations have this type."""
   return SamplerState(
-    cache=model.init_cache(rows, size),
+    cache=empty_cache(cfg, dtype, rows, size),
     count=jnp.zeros((rows,), jnp.int32),
     draw_position=jnp.zeros((rows,), jnp.int32),
     rotary=jnp.zeros((rows,), jnp.int32),
-    hidden=jnp.zeros((rows, model.cfg.hidden_size), model.dtype),
+    hidden=jnp.zeros((rows, cfg.hidden_size), dtype),
   )
 
 

@@ -1,19 +1,17 @@
-"""Compiles the programs of `decode.py` and `kv_cache.py`, divides rows and heads over the mesh, and counts traces."""
+"""Runs the programs of `decode.py` and `kv_cache.py` on the rows of this process."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import (
-  ROW_AXES,
   SamplingLayout,
   copied,
   path_of,
@@ -21,13 +19,13 @@ from ragen_jax.distributed.sharding import (
   sampling_spec,
   without_axis,
 )
-from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.features import ImageColumns
-from ragen_jax.sampling import capacity, kv_cache
-from ragen_jax.sampling.decode import Reply, decode, extend
+from ragen_jax.sampling import capacity
+from ragen_jax.sampling.decode import Reply
 from ragen_jax.sampling.draw import RowSampling, Sampling
 from ragen_jax.sampling.kv_cache import SamplerState
+from ragen_jax.sampling.programs import sampler_programs
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.observer import Observer
 
@@ -39,10 +37,11 @@ __all__ = ['Reply', 'RowSampling', 'Sampler', 'SamplerState', 'Sampling']
 
 
 class Sampler:
-  """The sampler's programs, compiled once per shape.
+  """Samples with programs that are compiled once per shape.
 
   Attributes:
-    traces: number of traces of each program, by name.
+    programs: the compiled functions, by name. Samplers of equal models and settings share them.
+    traces: number of traces of each program, by name; those of all that share it.
     share: the rows that belong to this process.
     values: whether values are recorded.
     observer: told of `extend`, `decode` and `resize`; not of those that `Shapes.programs` does not list, which take
@@ -89,97 +88,15 @@ class Sampler:
     self.banned = banned
     self.values = values and model.critic is None
     self.observer = observer or Observer()
-    self.traces = {'resize': 0, 'copy': 0, 'share': 0, 'extend': 0, 'decode': 0}
     self.policy = model.policy
-    self.state_specs = kv_cache.state_specs(self.cfg.num_layers)
     self.mesh = mesh
     self.share = processes.row_share(mesh)
-    self._init = jax.jit(self._init_rows, static_argnames=('rows', 'size'))
     self._casts: dict[tuple[bool, tuple[int, ...]], Any] = {}
-    self._take = jax.jit(self._take_rest)
-    self.programs = {
-      'resize': self._compiled('resize', self._resize_layer, static_argnames='size'),
-      'copy': self._compiled('copy', functools.partial(self._by_shard, kv_cache.copy_rows), donate_argnums=0),
-      'share': self._compiled('share', self._share_layer, static_argnames='columns', donate_argnames='layer'),
-      'extend': self._compiled('extend', self._extend_rows, donate_argnames='state'),
-      'decode': self._compiled(
-        'decode', self._decode_rows, static_argnames=('columns', 'sampling', 'alternatives'), donate_argnames='state'
-      ),
-    }
-
-  def _compiled(self, name, fn, **options):
-    @functools.wraps(fn)
-    def traced(*args, **kwargs):
-      self.traces[name] += 1
-      return fn(*args, **kwargs)
-
-    return jax.jit(traced, **options)
-
-  def _layout(self, tree: Any, specs: Any) -> Any:
-    """Constrains the layout of a tree inside a program; without a mesh it is returned unchanged."""
-    if self.mesh is None:
-      return tree
-    shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
-    return jax.lax.with_sharding_constraint(tree, shardings)
-
-  def _init_rows(self, rows: int, size: int) -> SamplerState:
-    return self._layout(kv_cache.init_state(self.policy, rows, size), self.state_specs)
-
-  def _by_shard(self, fn: Any, state: Any, rows: jax.Array | None, *added: kv_cache.Added, specs: Any = None) -> Any:
-    """`fn(state, rows, *added)` with the rows of each shard numbered within it, so that none changes its device."""
-    if self.mesh is None:
-      return fn(state, rows, *added)
-    every, of_rows = self.state_specs, PartitionSpec(ROW_AXES)
-    specs = every if specs is None else specs
-    given = [kv_cache.Added(every.replace(cache=()), every.cache, of_rows) for _ in added]
-    return jax.shard_map(fn, mesh=self.mesh, in_specs=(specs, of_rows, *given), out_specs=specs, check_vma=False)(
-      state, rows, *added
+    self._shared = sampler_programs(
+      self.graphdef, self.cfg, self.policy.dtype, mesh, self.stop_ids, self.vocab_limit, banned, self.values
     )
-
-  def _resize_layer(self, layer: LayerCache, size: int) -> LayerCache:
-    return self._layout(kv_cache.resize(layer, size), self.state_specs.cache[0])
-
-  def _part(self, state: SamplerState, rows: jax.Array | None) -> SamplerState:
-    """The rows that a program runs on."""
-    return state if rows is None else self._by_shard(kv_cache.take_rows, state, rows)
-
-  def _append(self, state: SamplerState, rows: jax.Array | None, added: kv_cache.Added) -> SamplerState:
-    return self._layout(self._by_shard(kv_cache.append, state, rows, added), self.state_specs)
-
-  def _share_layer(self, layer, source, columns):
-    share = functools.partial(kv_cache.share_columns, columns=columns)
-    return self._by_shard(share, layer, source, specs=self.state_specs.cache[0])
-
-  def _take_rest(self, state, rows):
-    return self._by_shard(kv_cache.take_rows, state, rows, specs=self.state_specs.replace(cache=()))
-
-  def _extend_rows(self, params, state, tokens, count, begins, rows, images=None):
-    part = self._part(state, rows)
-    added = extend(self.graphdef, params, part, tokens, count, begins, images=images)
-    return self._append(state, rows, added)
-
-  def _decode_rows(
-    self, params, state, key_data, budget, temperature, enough, rows, by_row=None, *, columns, sampling, alternatives=0
-  ):
-    added, reply = decode(
-      self.graphdef,
-      params,
-      self._part(state, rows),
-      jax.random.wrap_key_data(key_data),
-      budget,
-      temperature,
-      enough,
-      columns=columns,
-      stop_ids=self.stop_ids,
-      vocab_limit=self.vocab_limit,
-      banned=self.banned,
-      sampling=sampling if by_row is None else by_row,
-      with_values=self.values,
-      alternatives=alternatives,
-      shards=self.share.shards,
-    )
-    reply = self._layout(reply, jax.tree.map(lambda _: PartitionSpec(ROW_AXES), reply))
-    return self._append(state, rows, added), reply, self._layout(jnp.any(reply.open), PartitionSpec())
+    self.programs, self.traces = self._shared.programs, self._shared.traces
+    self.state_specs = self._shared.state_specs
 
   def _place(self, x):
     return x if self.mesh is None else processes.place_own_rows(x, self.mesh, self.share)
@@ -199,7 +116,7 @@ class Sampler:
 
   def init(self, rows: int, size: int) -> SamplerState:
     """An empty state of `rows` rows of this process and `size` columns."""
-    return self._init(rows=rows * self.share.parts, size=size)
+    return self._shared.init(rows=rows * self.share.parts, size=size)
 
   def decode_weights(self, params: Any, gathered: bool | None = None) -> Any:
     """The weights as the sampler's programs compute with them, made once for a rollout.
@@ -283,7 +200,7 @@ class Sampler:
     """
     source, columns = self._place(source), min(columns, _columns(state))
     cache = tuple(self.programs['share'](layer=layer, source=source, columns=columns) for layer in state.cache)
-    return self._take(state.replace(cache=()), source).replace(cache=cache)
+    return self._shared.take(state.replace(cache=()), source).replace(cache=cache)
 
   def extend(
     self,

@@ -17,11 +17,12 @@ from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft import step_watch
 from ragen_jax.sft.packing import SftBatch
 from ragen_jax.training import bad_steps
-from ragen_jax.training.learner import Learner, Loss
+from ragen_jax.training.learner import Learner
 from ragen_jax.training.optimizer import clip_by_norm, weight_decay_mask
 from ragen_jax.training.optimizer_step import SKIPPED
 from ragen_jax.training.scoring import ScoringSettings, score_tokens
 from ragen_jax.training.state import TrainState
+from ragen_jax.utils.alike import made_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +45,36 @@ def make_schedule(settings: SftSettings) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(0.0, rate, warmup, max(settings.steps, warmup + 1), 0.1 * rate)
 
 
-def make_loss(scoring: ScoringSettings, value_coef: float) -> Loss:
+@made_once(8)
+def make_optimizer(settings: SftSettings) -> optax.GradientTransformationExtraArgs:
+  """AdamW with the schedule and the clipping of the settings; equal settings give one optimiser."""
+  adamw = optax.adamw(
+    make_schedule(settings),
+    b1=settings.b1,
+    b2=settings.b2,
+    weight_decay=settings.weight_decay,
+    mask=weight_decay_mask,
+  )
+  return optax.chain(clip_by_norm(settings.grad_clip, 'all'), adamw)
+
+
+@dataclasses.dataclass(frozen=True)
+class SftLoss:
   """A loss of (module, `SftBatch`) for a `Learner`: the negative log-likelihood of trained tokens, and the value loss.
 
   The weights of the tokens sum to 1 over a step, so the losses and gradients of its micro-batches are added.
   """
 
-  def loss(module: ActorCritic, batch: SftBatch) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
-    logprobs, _, values = score_tokens(module, batch, scoring)
+  scoring: ScoringSettings
+  value_coef: float
+
+  def __call__(
+    self, module: ActorCritic, batch: SftBatch
+  ) -> tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
+    logprobs, _, values = score_tokens(module, batch, self.scoring)
     nll = -jnp.sum(logprobs * batch.weights)
     vf_loss = 0.5 * jnp.sum(jnp.square(values - batch.values) * batch.value_weights)
-    return nll + value_coef * vf_loss, ({'loss': nll, 'value_loss': vf_loss}, {})
-
-  return loss
+    return nll + self.value_coef * vf_loss, ({'loss': nll, 'value_loss': vf_loss}, {})
 
 
 class SftTrainer:
@@ -68,13 +86,9 @@ class SftTrainer:
   def __init__(self, settings: SftSettings, scoring: ScoringSettings, model: ActorCritic, mesh: Mesh):
     """Compiles nothing before the first call; the first step donates the trained weights of `model`."""
     self.schedule = make_schedule(settings)
-    adamw = optax.adamw(
-      self.schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay, mask=weight_decay_mask
-    )
-    optimizer = optax.chain(clip_by_norm(settings.grad_clip, 'all'), adamw)
     graphdef, params = nnx.split(model)
     divided = mesh if mesh.size > 1 else None
-    self.learner = Learner(graphdef, optimizer, make_loss(scoring, settings.value_coef), divided)
+    self.learner = Learner(graphdef, make_optimizer(settings), SftLoss(scoring, settings.value_coef), divided)
     trained, frozen = lora.partition(params)
     self._value_loss = settings.value_coef > 0
     self.state = TrainState(trained, frozen, self.learner.init(trained), lr_scale=None)

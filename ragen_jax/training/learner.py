@@ -17,6 +17,7 @@ from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training import bad_steps
 from ragen_jax.training.optimizer_step import OptimizerStep
 from ragen_jax.training.state import TrainState
+from ragen_jax.utils.alike import made_once
 from ragen_jax.utils.observer import Observer
 
 # loss(module, micro_batch) -> (loss f32[], (sums, maxima)): metrics that are added, or of which the largest is taken,
@@ -24,8 +25,41 @@ from ragen_jax.utils.observer import Observer
 Loss = Callable[[ActorCritic, Any], tuple[jax.Array, tuple[dict[str, jax.Array], dict[str, jax.Array]]]]
 
 
+class _Gradient:
+  """The compiled programs of a loss of a model on a mesh, and how often that of its gradient was traced."""
+
+  def __init__(self, graphdef: Any, loss: Loss, mesh: Mesh | None):
+    self.traces = 0
+
+    def program(trained, frozen, gradients, batch):
+      self.traces += 1
+      gradient = jax.grad(lambda p: loss(lora.merge(graphdef, p, frozen).gathered(), batch), has_aux=True)
+      new, (sums, maxima) = gradient(trained)
+      gradients = jax.tree.map(jnp.add, gradients, _as_moments(new, mesh))
+      found = _as_weights((sums, maxima), mesh)
+      return _as_moments(gradients, mesh), found, bad_steps.not_finite(found)
+
+    self.program = jax.jit(program, donate_argnums=2)
+    self.stats = jax.jit(
+      lambda trained, frozen, batch: loss(lora.merge(graphdef, trained, frozen).gathered(), batch)[1]
+    )
+
+
+_gradient = made_once(8)(_Gradient)  # of policy and critic, and of the parts of the loss that probes look at
+
+
+def _as_weights(tree: Any, mesh: Mesh | None) -> Any:
+  """Inside a program: lays a tree out as the weights are."""
+  return tree if mesh is None else jax.lax.with_sharding_constraint(tree, trained_shardings(tree, mesh))
+
+
+def _as_moments(tree: Any, mesh: Mesh | None) -> Any:
+  """Inside a program: lays a tree out as gradients and optimiser state are."""
+  return tree if mesh is None else jax.lax.with_sharding_constraint(tree, optimizer_shardings(tree, mesh))
+
+
 class Learner:
-  """The compiled programs of an optimiser step.
+  """The compiled programs of an optimiser step; those of an equal model, loss and optimiser share them.
 
   With LoRA, gradients and optimiser state exist for the trained weights only. On a mesh, they and the trained weights
   are divided over `data` (`sharding.trained_spec`): each device updates its part, and gradient programs gather. All
@@ -35,7 +69,6 @@ class Learner:
     gradients, optimiser's state     `_as_moments`; outside programs `abstract`
 
   Attributes:
-    traces: how often a gradient program has been traced: once for each pair of widths.
     programs: the compiled functions of gradients: 'gradient', and for the critic alone 'gradient_critic'.
     steps: the optimiser steps that follow them.
   """
@@ -52,40 +85,24 @@ class Learner:
   ):
     """Nothing is compiled before the first call.
 
-    `observer` is told of the programs of `step`; None for a loss of other batches than `MiniBatch`.
+    A loss is hashable; equal ones compute the same. `observer` is told of the programs of `step`; None for a loss of
+    other batches than `MiniBatch`.
     """
     self.mesh = mesh
     self.optimizer = optimizer
-    self.traces = 0
     self._observer = observer
-
-    def accumulate(loss):
-      def program(trained, frozen, gradients, batch):
-        self.traces += 1
-        gradient = jax.grad(lambda p: loss(lora.merge(graphdef, p, frozen).gathered(), batch), has_aux=True)
-        new, (sums, maxima) = gradient(trained)
-        gradients = jax.tree.map(jnp.add, gradients, self._as_moments(new))
-        found = self._as_weights((sums, maxima))
-        return self._as_moments(gradients), found, bad_steps.not_finite(found)
-
-      return jax.jit(program, donate_argnums=2)
-
-    def stats(trained, frozen, batch):
-      return loss(lora.merge(graphdef, trained, frozen).gathered(), batch)[1]
-
-    self.programs = {'gradient': accumulate(loss), 'gradient_critic': critic_loss and accumulate(critic_loss)}
+    self._of = {'gradient': _gradient(graphdef, loss, mesh)}
+    if critic_loss is not None:
+      self._of['gradient_critic'] = _gradient(graphdef, critic_loss, mesh)
+    self.programs = {name: of.program for name, of in self._of.items()}
     self.steps = {
       'gradient': OptimizerStep(optimizer, mesh), 'gradient_critic': OptimizerStep(optimizer, mesh, critic_only=True)
     }  # fmt: skip
-    self._stats = jax.jit(stats)
 
-  def _as_weights(self, tree: Any) -> Any:
-    """Inside a program: lays a tree out as the weights are."""
-    return tree if self.mesh is None else jax.lax.with_sharding_constraint(tree, trained_shardings(tree, self.mesh))
-
-  def _as_moments(self, tree: Any) -> Any:
-    """Inside a program: lays a tree out as gradients and optimiser state are."""
-    return tree if self.mesh is None else jax.lax.with_sharding_constraint(tree, optimizer_shardings(tree, self.mesh))
+  @property
+  def traces(self) -> int:
+    """How often gradient programs were traced, by all who share them: once for each pair of widths."""
+    return sum(of.traces for of in self._of.values())
 
   def init(self, trained: Any) -> Any:
     """The optimiser's state for the trained weights."""
@@ -155,7 +172,7 @@ class Learner:
     """The loss's metrics over all micro-batches, without gradients."""
     found: dict[str, jax.Array] = {}
     for batch in micro_batches:
-      found = _combine(found, self._stats(state.trained, state.frozen, batch))
+      found = _combine(found, self._of['gradient'].stats(state.trained, state.frozen, batch))
     return found
 
 

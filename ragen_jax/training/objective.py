@@ -62,6 +62,26 @@ _TOKEN_MEANS = (
 )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class PolicyAndValueLoss:
+  """`policy_and_value_loss` with these settings."""
+
+  settings: LossSettings
+
+  def __call__(self, module: ActorCritic, batch: MiniBatch) -> tuple[jax.Array, Stats]:
+    return policy_and_value_loss(module, batch, self.settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticLoss:
+  """`critic_loss` with these settings."""
+
+  settings: LossSettings
+
+  def __call__(self, module: ActorCritic, batch: MiniBatch) -> tuple[jax.Array, Stats]:
+    return critic_loss(module, batch, self.settings)
+
+
 def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossSettings) -> tuple[jax.Array, Stats]:
   """The weighted sum f32[] of the token losses of a micro-batch, and (sums, maxima) of metrics.
 

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from ragen_jax.utils.alike import made_once
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
@@ -60,7 +62,17 @@ def clip_by_norm(max_norm: float, of: str) -> optax.GradientTransformationExtraA
 
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformationExtraArgs:
-  """AdamW with the critic's own learning rate; `update` takes `norms`, which clip the gradient, see `clip_by_norm`."""
+  """AdamW with the critic's own learning rate; `update` takes `norms`, which clip the gradient, see `clip_by_norm`.
+
+  Settings that make the same steps give one optimiser, so that its steps share programs.
+  """
+  if settings.final_lr_fraction == 1:  # the learning rate is constant
+    settings = dataclasses.replace(settings, decay_steps=1, critic_steps=0)
+  return _make_optimizer(settings)
+
+
+@made_once(8)
+def _make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformationExtraArgs:
   s = settings
 
   def schedule(lr, steps):

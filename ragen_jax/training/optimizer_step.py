@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ragen_jax.distributed.sharding import optimizer_shardings, trained_shardings
 from ragen_jax.training import bad_steps
 from ragen_jax.training.optimizer import is_critic_weight
+from ragen_jax.utils.alike import made_once
 
 # Metric of a step: 1 if it was skipped, 0 if it was taken.
 SKIPPED = 'train/skipped_steps'
@@ -123,114 +124,17 @@ class StepProgram:
   lower: Callable[[], jax.stages.Lowered]
 
 
-class OptimizerStep:
-  """Applies gradients; a call takes one step.
+class _Programs:
+  """The compiled programs of a step; see the top of this file."""
 
-  If a metric of the loss, a gradient, a new weight or a number of the new state is not finite, the step is skipped:
-  weights and state stay as they are, to the last bit.
-  """
-
-  def __init__(self, optimizer: optax.GradientTransformation, mesh: Mesh | None, *, critic_only: bool = False):
-    """Nothing is compiled before the first call.
-
-    `optimizer` updates each weight on its own; of other weights it knows only `norms` (see `clip_by_norm`). With
-    `critic_only`, nothing but the critic's weights and their state changes.
-    """
+  def __init__(self, optimizer: optax.GradientTransformation, mesh: Mesh | None, critic_only: bool):
     self._optimizer, self._mesh, self._critic_only = optimizer, mesh, critic_only
-    self._known: dict[Any, _Parts | None] = {}
-    self._whole = jax.jit(self._apply, donate_argnums=(0, 1))
-    self._squares = jax.jit(self._apply_squares)
-    self._norms = jax.jit(self._apply_norms, static_argnums=0)
-    self._check = jax.jit(self._apply_check, static_argnums=0)
-    self._verdict = jax.jit(self._apply_verdict, static_argnums=0)
-    self._update = jax.jit(self._apply_update, static_argnums=0, donate_argnums=(1, 2))
-
-  def __call__(
-    self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: np.float32 | None
-  ) -> tuple[Any, Any, dict[str, jax.Array]]:
-    """Takes a step; `trained` and `opt_state` are donated, and `lr_scale`, unless it is None, multiplies the update.
-
-    `found` are metrics of the loss. The result is new weights and state, and metrics: 'critic/grad_norm', without
-    `critic_only` also 'actor/grad_norm', `SKIPPED`, and the entries of `bad_steps` for gradients, state and weights.
-    """
-    parts = self._parts(trained, opt_state)
-    if parts is None:
-      return self._whole(trained, opt_state, gradients, found, lr_scale)
-    (weights, structure), (state, state_structure) = jax.tree.flatten(trained), jax.tree.flatten(opt_state)
-    gradients = jax.tree.leaves(gradients)
-    shared = [state[i] for i in parts.shared]
-
-    def of(part):
-      others = shared if part.trees.shared else []
-      return (*(_at(part.own_weights, x) for x in (weights, gradients)), _at(part.own_state, state), others)
-
-    squares = [self._squares(of(part)[1]) for part in parts.parts]
-    norms, bad, finite = self._norms(parts, squares, found)
-    checked = []
-    for part in parts.parts:
-      own, gradient, own_state, others = of(part)
-      checked.append(self._check(part.trees, own, own_state, gradient, others, norms, lr_scale))
-    metrics, finite = self._verdict(parts, checked, norms, bad, finite)
-    for part in parts.parts:
-      if self._critic_only and not part.trains_critic and part.trees.shared:
-        continue
-      own, gradient, own_state, others = of(part)
-      new = self._update(part.trees, own, own_state, gradient, others, norms, finite, lr_scale)
-      for positions, into, leaves in zip((part.own_weights, part.own_state), (weights, state), new, strict=True):
-        for i, x in zip(positions, leaves, strict=True):
-          into[i] = x
-    return jax.tree.unflatten(structure, weights), jax.tree.unflatten(state_structure, state), metrics
-
-  @property
-  def compiled(self) -> int:
-    """The number of programs that calls have compiled so far."""
-    stages = (self._whole, self._squares, self._norms, self._check, self._verdict, self._update)
-    return sum(program._cache_size() for program in stages)
-
-  def programs(self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: Any) -> list[StepProgram]:
-    """The programs of a step, in no order. The arguments are those of `__call__`, and may be abstract."""
-    parts = self._parts(trained, opt_state)
-    if parts is None:
-      given = (trained, opt_state, gradients, found, lr_scale)
-      return [StepProgram('apply', 'all weights', 1, given[:3], lambda: self._whole.lower(*given))]
-    weights, state, gradients = (jax.tree.leaves(x) for x in (trained, opt_state, gradients))
-    shared = [state[i] for i in parts.shared]
-    kinds: dict[_Trees, list[_Part]] = {}
-    for part in parts.parts:
-      kinds.setdefault(part.trees, []).append(part)
-    scalar, flag = self._abstract(jnp.float32), self._abstract(jnp.bool_)
-    norms = dict.fromkeys(('all', 'policy', 'critic'), scalar)
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in state]
-    found_programs: list[StepProgram] = []
-
-    def add(name: str, number: int, text: str, times: int, arrays: Any, lower: Callable[[], Any]) -> None:
-      own = f'apply_{name}_{number + 1}' if number else f'apply_{name}'
-      found_programs.append(StepProgram(own, text, times, arrays, lower))
-
-    for number, (trees, same) in enumerate(kinds.items()):
-      text = 'a layer' if trees.shared else 'the weights of no layer'
-      own, gradient = (_at(trees.own_weights, x) for x in (weights, gradients))
-      own_state, others, times = _at(trees.own_state, state), shared if trees.shared else [], len(same)
-      updated = sum(not self._critic_only or part.trains_critic or not trees.shared for part in same)
-      args = (trees, own, own_state, gradient, others, norms)
-      add('squares', number, text, times, gradient, functools.partial(self._squares.lower, gradient))
-      add('check', number, text, times, args[1:5], functools.partial(self._check.lower, *args, lr_scale))
-      if updated:
-        lower = functools.partial(self._update.lower, *args, flag, lr_scale)
-        add('update', number, text, updated, args[1:5], lower)
-    squares = [self._abstract(jnp.float32, len(part.own_weights)) for part in parts.parts]
-    bad = self._abstract(jnp.bool_, len(weights))
-    checked = [
-      tuple(self._abstract(jnp.bool_, n) for n in (sum(floats[i] for i in part.own_state), len(part.own_weights)))
-      for part in parts.parts
-    ]
-    add('norms', 0, 'the norms of all', 1, (), lambda: self._norms.lower(parts, squares, found))
-    add('verdict', 0, 'the flags of all', 1, (), lambda: self._verdict.lower(parts, checked, norms, bad, flag))
-    return found_programs
-
-  def _abstract(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    sharding = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    self.whole = jax.jit(self._apply, donate_argnums=(0, 1))
+    self.squares = jax.jit(self._apply_squares)
+    self.norms = jax.jit(self._apply_norms, static_argnums=0)
+    self.check = jax.jit(self._apply_check, static_argnums=0)
+    self.verdict = jax.jit(self._apply_verdict, static_argnums=0)
+    self.update = jax.jit(self._apply_update, static_argnums=0, donate_argnums=(1, 2))
 
   def _copied(self, tree: Any) -> Any:
     """Inside a program: gives every device all of it; with another layout, later programs would be compiled again."""
@@ -335,6 +239,114 @@ class OptimizerStep:
     trained, opt_state = trees.of_weights(weights), trees.of_state(state, shared)
     new, new_state = self._taken(trained, opt_state, trees.of_weights(gradients), norms, finite, lr_scale)
     return jax.tree.leaves(new), trees.state_leaves(new_state)
+
+
+_programs = made_once(8)(_Programs)  # with and without the policy's weights
+
+
+class OptimizerStep:
+  """Applies gradients; a call takes one step.
+
+  If a metric of the loss, a gradient, a new weight or a number of the new state is not finite, the step is skipped:
+  weights and state stay as they are, to the last bit.
+  """
+
+  def __init__(self, optimizer: optax.GradientTransformation, mesh: Mesh | None, *, critic_only: bool = False):
+    """Nothing is compiled before the first call.
+
+    `optimizer` updates each weight on its own; of other weights it knows only `norms` (see `clip_by_norm`). With
+    `critic_only`, nothing but the critic's weights and their state changes.
+    """
+    self._mesh, self._critic_only = mesh, critic_only
+    self._known: dict[Any, _Parts | None] = {}
+    self._programs = _programs(optimizer, mesh, critic_only)
+
+  def __call__(
+    self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: np.float32 | None
+  ) -> tuple[Any, Any, dict[str, jax.Array]]:
+    """Takes a step; `trained` and `opt_state` are donated, and `lr_scale`, unless it is None, multiplies the update.
+
+    `found` are metrics of the loss. The result is new weights and state, and metrics: 'critic/grad_norm', without
+    `critic_only` also 'actor/grad_norm', `SKIPPED`, and the entries of `bad_steps` for gradients, state and weights.
+    """
+    parts = self._parts(trained, opt_state)
+    if parts is None:
+      return self._programs.whole(trained, opt_state, gradients, found, lr_scale)
+    (weights, structure), (state, state_structure) = jax.tree.flatten(trained), jax.tree.flatten(opt_state)
+    gradients = jax.tree.leaves(gradients)
+    shared = [state[i] for i in parts.shared]
+
+    def of(part):
+      others = shared if part.trees.shared else []
+      return (*(_at(part.own_weights, x) for x in (weights, gradients)), _at(part.own_state, state), others)
+
+    squares = [self._programs.squares(of(part)[1]) for part in parts.parts]
+    norms, bad, finite = self._programs.norms(parts, squares, found)
+    checked = []
+    for part in parts.parts:
+      own, gradient, own_state, others = of(part)
+      checked.append(self._programs.check(part.trees, own, own_state, gradient, others, norms, lr_scale))
+    metrics, finite = self._programs.verdict(parts, checked, norms, bad, finite)
+    for part in parts.parts:
+      if self._critic_only and not part.trains_critic and part.trees.shared:
+        continue
+      own, gradient, own_state, others = of(part)
+      new = self._programs.update(part.trees, own, own_state, gradient, others, norms, finite, lr_scale)
+      for positions, into, leaves in zip((part.own_weights, part.own_state), (weights, state), new, strict=True):
+        for i, x in zip(positions, leaves, strict=True):
+          into[i] = x
+    return jax.tree.unflatten(structure, weights), jax.tree.unflatten(state_structure, state), metrics
+
+  @property
+  def compiled(self) -> int:
+    """The number of programs that calls have compiled so far, also those of other steps of the same optimiser."""
+    p = self._programs
+    return sum(x._cache_size() for x in (p.whole, p.squares, p.norms, p.check, p.verdict, p.update))
+
+  def programs(self, trained: Any, opt_state: Any, gradients: Any, found: Any, lr_scale: Any) -> list[StepProgram]:
+    """The programs of a step, in no order. The arguments are those of `__call__`, and may be abstract."""
+    parts = self._parts(trained, opt_state)
+    if parts is None:
+      given = (trained, opt_state, gradients, found, lr_scale)
+      return [StepProgram('apply', 'all weights', 1, given[:3], lambda: self._programs.whole.lower(*given))]
+    weights, state, gradients = (jax.tree.leaves(x) for x in (trained, opt_state, gradients))
+    shared = [state[i] for i in parts.shared]
+    kinds: dict[_Trees, list[_Part]] = {}
+    for part in parts.parts:
+      kinds.setdefault(part.trees, []).append(part)
+    scalar, flag = self._abstract(jnp.float32), self._abstract(jnp.bool_)
+    norms = dict.fromkeys(('all', 'policy', 'critic'), scalar)
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in state]
+    found_programs: list[StepProgram] = []
+
+    def add(name: str, number: int, text: str, times: int, arrays: Any, lower: Callable[[], Any]) -> None:
+      own = f'apply_{name}_{number + 1}' if number else f'apply_{name}'
+      found_programs.append(StepProgram(own, text, times, arrays, lower))
+
+    for number, (trees, same) in enumerate(kinds.items()):
+      text = 'a layer' if trees.shared else 'the weights of no layer'
+      own, gradient = (_at(trees.own_weights, x) for x in (weights, gradients))
+      own_state, others, times = _at(trees.own_state, state), shared if trees.shared else [], len(same)
+      updated = sum(not self._critic_only or part.trains_critic or not trees.shared for part in same)
+      args = (trees, own, own_state, gradient, others, norms)
+      add('squares', number, text, times, gradient, functools.partial(self._programs.squares.lower, gradient))
+      add('check', number, text, times, args[1:5], functools.partial(self._programs.check.lower, *args, lr_scale))
+      if updated:
+        lower = functools.partial(self._programs.update.lower, *args, flag, lr_scale)
+        add('update', number, text, updated, args[1:5], lower)
+    squares = [self._abstract(jnp.float32, len(part.own_weights)) for part in parts.parts]
+    bad = self._abstract(jnp.bool_, len(weights))
+    checked = [
+      tuple(self._abstract(jnp.bool_, n) for n in (sum(floats[i] for i in part.own_state), len(part.own_weights)))
+      for part in parts.parts
+    ]
+    add('norms', 0, 'the norms of all', 1, (), lambda: self._programs.norms.lower(parts, squares, found))
+    add('verdict', 0, 'the flags of all', 1, (), lambda: self._programs.verdict.lower(parts, checked, norms, bad, flag))
+    return found_programs
+
+  def _abstract(self, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    sharding = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
   def _parts(self, trained: Any, opt_state: Any) -> _Parts | None:
     """The parts of a model with this tree of weights; None for a model that is updated in one program."""

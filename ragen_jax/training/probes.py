@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +64,7 @@ class Probes:
       name: Learner(
         graphdef,
         trainer.learner.optimizer,
-        functools.partial(objective.policy_and_value_loss, settings=part),
+        objective.PolicyAndValueLoss(part),
         trainer.model.mesh,
       )
       for name, part in objective.loss_parts(trainer.settings.loss).items()

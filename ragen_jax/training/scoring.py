@@ -22,6 +22,7 @@ from ragen_jax.training.batches import MicroBatch, TokenRows, micro_batches
 from ragen_jax.training.images import CRITIC, POLICY
 from ragen_jax.training.logits import SUMS, logprobs_and_entropies
 from ragen_jax.training.packing import PackedBatch
+from ragen_jax.utils.alike import made_once
 from ragen_jax.utils.observer import Observer
 
 # The logit of a token that has no probability.
@@ -154,14 +155,10 @@ def token_rows(rows: TokenRows) -> TokenRows:
   return TokenRows(**{f.name: getattr(rows, f.name) for f in dataclasses.fields(TokenRows)})
 
 
-class Scorer:
-  """The compiled programs that score the rows of a batch without gradients, traced once for each pair of widths."""
+class _Programs:
+  """The compiled programs of a `Scorer`; they hold no weights."""
 
-  def __init__(
-    self, graphdef: Any, settings: ScoringSettings, mesh: Mesh | None = None, observer: Observer | None = None
-  ):
-    """Nothing is compiled before the first call."""
-    self._mesh, self._observer = mesh, observer or Observer()
+  def __init__(self, graphdef: Any, settings: ScoringSettings):
     self.traces = {'score': 0, 'logprobs': 0, 'values': 0}
 
     def score(params, rows):
@@ -178,6 +175,24 @@ class Scorer:
       return (value_tokens(nnx.merge(graphdef, params).gathered(), rows, settings),)
 
     self.programs = {f.__name__: jax.jit(f) for f in (score, logprobs, values)}
+
+
+_programs = made_once(8)(_Programs)  # of a policy and of a reference
+
+
+class Scorer:
+  """The compiled programs that score the rows of a batch without gradients, traced once for each pair of widths.
+
+  Those of equal models and settings share programs, and `traces`: how often each was traced, by name.
+  """
+
+  def __init__(
+    self, graphdef: Any, settings: ScoringSettings, mesh: Mesh | None = None, observer: Observer | None = None
+  ):
+    """Nothing is compiled before the first call."""
+    self._mesh, self._observer = mesh, observer or Observer()
+    shared = _programs(graphdef, settings)
+    self.programs, self.traces = shared.programs, shared.traces
 
   def score(self, params: Any, rows: TokenRows, plans: Plans) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and values of all sampled tokens under `params`, each f32[B, R], 0 off the mask."""

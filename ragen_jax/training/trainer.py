@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -113,9 +112,9 @@ class Trainer:
     self.learner = Learner(
       graphdef,
       make_optimizer(settings.optimizer),
-      functools.partial(objective.policy_and_value_loss, settings=settings.loss),
+      objective.PolicyAndValueLoss(settings.loss),
       model.mesh,
-      critic_loss=functools.partial(objective.critic_loss, settings=settings.loss),
+      critic_loss=objective.CriticLoss(settings.loss),
       observer=self._observer,
     )
     self.sight = make_sight(model, image_room(player.specs, model.processor))

@@ -214,6 +214,7 @@ def test_an_episode_that_outgrows_its_context_ends_with_a_status(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('new_programs')
 def test_programs_are_compiled_a_bounded_number_of_times_over_ragged_rollouts(tmp_path):
   config = _tiny_config(train__groups=8, train__group_size=8, length_step=64)
   policy = build.load_policy(config)

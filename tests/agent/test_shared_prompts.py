@@ -25,8 +25,8 @@ def sampler():
 )
 @pytest.mark.parametrize('window', [False, True])
 def test_sharing_changes_no_row(sampler, seed, schedule, drop, in_flight, window):
-  """Groups of random sizes; prompts of random lengths, fed in several pieces; more episodes than rows of the device."""
-  episodes = Episodes(10 * seed + window, 16, window)
+  """Groups of random sizes; prompts of random lengths, fed in several pieces; all or half of the episodes at a time."""
+  episodes = Episodes(10 * seed + window, 2 * in_flight or 8, window)
   some, every = compare(*sampler, episodes, schedule=schedule, drop_finished=drop, rows_in_flight=in_flight)
   assert some < every
 
@@ -40,7 +40,7 @@ def test_only_one_row_of_a_group_reads_its_prompt(sampler, monkeypatch):
   while len({prompt[: common + 1] for prompt in different}) == 1:
     common += 1
   assert 2 < len(different) < 12 and common >= 16
-  some, every = compare(*sampler, episodes, schedule='lockstep')
+  some, every = compare(*sampler, episodes, schedule='lockstep', length_step=16)
   saved = sum(map(len, prompts)) - sum(map(len, different)) + (len(different) - 1) * common
   assert every - some == saved
 

@@ -12,6 +12,7 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax.planning import abstract, ahead, program_list
+from ragen_jax.utils import alike
 from ragen_jax.utils.background import Background
 from tests.support.compilations import compiled
 from tests.support.configs import small_config
@@ -38,6 +39,7 @@ def _parts(directory, **fields):
 @pytest.fixture(scope='module', params=[512, pytest.param(128, marks=pytest.mark.slow)])
 def played(request, tmp_path_factory):
   """A run after its first rollout, with one or two sizes of the cache: its parts, and what was compiled ahead."""
+  alike.forget()  # nothing is compiled yet
   config, trainer = _parts(tmp_path_factory.mktemp('model'), length_step=request.param)
   state = trainer.init()
   with contextlib.closing(Background(1)) as background:

@@ -191,6 +191,7 @@ def test_a_copied_row_goes_on_as_the_row_that_it_was_copied_from(model):
   np.testing.assert_allclose(again.logprobs[2], reply.logprobs[0], atol=1e-5)
 
 
+@pytest.mark.usefixtures('new_programs')
 def test_rows_that_share_a_prompt_go_on_as_if_each_had_read_it(model):
   """Rows 1 and 3 get the prompt of row 0, row 4 that of row 2; row 5 stays at its own, longer one."""
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
@@ -339,6 +340,7 @@ def test_weights_for_decoding_are_cast_once_and_nothing_else_changes(model):
   assert full.decode_weights(weights) is weights, 'nothing to change, nothing copied'
 
 
+@pytest.mark.usefixtures('new_programs')
 def test_each_program_is_traced_once_per_shape(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)

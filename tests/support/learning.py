@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -75,9 +74,9 @@ def learner(
   return Learner(
     nnx.split(model)[0],
     update or optimizer(),
-    functools.partial(objective.policy_and_value_loss, settings=settings),
+    objective.PolicyAndValueLoss(settings),
     mesh,
-    critic_loss=functools.partial(objective.critic_loss, settings=settings),
+    critic_loss=objective.CriticLoss(settings),
     observer=observer,
   )
 

@@ -84,6 +84,7 @@ def test_other_features_give_other_scores():
   assert differs[~before & batch.mask].all() and not differs[before].any()
 
 
+@pytest.mark.usefixtures('new_programs')
 def test_values_are_those_of_the_critic_run_by_itself():
   model = _separate()
   graphdef, params = nnx.split(model)

@@ -15,6 +15,7 @@ from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
 from ragen_jax.training.batches import TokenRows, at_columns, sampled_columns
 from ragen_jax.training.packing import plan_rows
 from ragen_jax.training.probes import Probes, Prompt
+from ragen_jax.utils import alike
 from ragen_jax.utils.errors import UserError
 from tests.support import learning
 from tests.support.seeing import act_at_random, seeing_config, seeing_policy
@@ -40,6 +41,7 @@ MODES = {
 )
 def played(request, tmp_path_factory):
   """A trainer and a rollout of a policy that sees."""
+  alike.forget()  # nothing is traced yet
   family, mode = request.param
   config = seeing_config(envs__FrozenLake__is_slippery=False, **MODES[mode])
   policy = seeing_policy(config, tmp_path_factory.mktemp('seeing'), family)

@@ -18,6 +18,7 @@ from ragen_jax.models.layers import is_frozen
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.vision.processor import ProcessorConfig, patches_of
 from ragen_jax.models.vision.tower import Features
+from ragen_jax.utils.alike import made_once
 from ragen_jax.utils.sizes import round_up
 
 # Images of a call of the program, which is compiled for each size of images. The number is always the same, because
@@ -34,29 +35,44 @@ def digest(image: np.ndarray) -> bytes:
   return found.digest()
 
 
+class _Program:
+  """The compiled program of towers of one structure."""
+
+  def __init__(self, graphdef: Any, processor: ProcessorConfig):
+    self.traces = 0
+
+    def see(weights: Any, images: jax.Array) -> Features:
+      self.traces += 1
+      patch = processor.patch_size
+      grid = (images.shape[1] // patch, images.shape[2] // patch)
+      return nnx.merge(graphdef, weights)(patches_of(images, processor), grid)
+
+    self.run = jax.jit(see)
+
+
+_program = made_once(8)(_Program)
+
+
 class Encoder:
   """The vision tower of a model as a program of its own; `encoded` counts the images that went through it."""
 
   def __init__(self, model: Qwen, processor: ProcessorConfig, mesh: Mesh | None = None):
     """Compiles nothing. If the tower is frozen, features are kept from call to call."""
     self.processor = processor
-    self.traces = 0
     self.encoded = 0
     cfg, dtype = model.cfg.vision, np.dtype(model.dtype)
     stacked = np.zeros((len(cfg.deepstack_blocks), 0, cfg.out_hidden_size), dtype) if cfg.deepstack_blocks else None
     self.empty = Features(np.zeros((0, cfg.out_hidden_size), dtype), stacked)
-    self._graphdef = nnx.split(model.visual)[0]
+    self._shared = _program(nnx.split(model.visual)[0], processor)
     self._mesh = mesh
     self._keeps = is_frozen(model.visual)
     self._kept: collections.OrderedDict[bytes, Features] = collections.OrderedDict()
     self._bytes = 0
-    self._program = jax.jit(self._see)
 
-  def _see(self, weights: Any, images: jax.Array) -> Features:
-    self.traces += 1
-    patch = self.processor.patch_size
-    grid = (images.shape[1] // patch, images.shape[2] // patch)
-    return nnx.merge(self._graphdef, weights)(patches_of(images, self.processor), grid)
+  @property
+  def traces(self) -> int:
+    """How often the program was traced, also for other encoders of an equal tower."""
+    return self._shared.traces
 
   def __call__(self, weights: Any, images: Sequence[np.ndarray]) -> list[Features]:
     """The features of images, on the host: embeddings [tokens, D], and with DeepStack [n, tokens, D].
@@ -89,7 +105,7 @@ class Encoder:
         own = images[start : start + count]
         part = np.zeros((count, *own[0].shape), np.uint8)
         part[: len(own)] = own
-        call = self._program(weights, part if self._mesh is None else place_rows(part, self._mesh))
+        call = self._shared.run(weights, part if self._mesh is None else place_rows(part, self._mesh))
       if running is not None:
         running = jax.device_get(running)
         found += [jax.tree.map(functools.partial(_one, i), running) for i in range(count)]

@@ -38,6 +38,7 @@ def _images(*seeds: int, size=(16, 24)) -> list[np.ndarray]:
   return [np.random.default_rng(seed).integers(0, 256, (*size, 3)).astype(np.uint8) for seed in seeds]
 
 
+@pytest.mark.usefixtures('new_programs')
 @pytest.mark.parametrize('frozen', [True, False])
 def test_features_are_those_of_the_tower_and_only_a_frozen_towers_are_kept(frozen):
   model = _model(frozen=frozen)

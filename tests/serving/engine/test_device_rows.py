@@ -41,8 +41,9 @@ def check_reply(sampler, params, reply, row, prompt):
   np.testing.assert_allclose(reply.logprobs[row, :n], expected, atol=1e-4)
 
 
-def test_rows_are_fed_in_pieces_of_any_width_and_nothing_new_is_compiled(sampler_and_params):
-  sampler, params = sampler_and_params
+@pytest.mark.usefixtures('new_programs')
+def test_rows_are_fed_in_pieces_of_any_width_and_nothing_new_is_compiled():
+  sampler, params = small_sampler()
   rows = device_rows(sampler, params)
   rows.compile()
   traces = dict(sampler.traces)
