@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # workers inherit the variable
   _CACHE = tempfile.TemporaryDirectory(prefix='ragen-jax-tests-')
   os.environ['JAX_COMPILATION_CACHE_DIR'] = _CACHE.name
-os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.2')  # to read one takes 0.1 s
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')  # to write and read one takes 0.3 s
 # No test connects to a model hub.
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
@@ -84,7 +84,7 @@ def pytest_collection_finish() -> None:
 
 # Programs that were compiled, or read from the cache, since the compiled programs were last freed.
 _programs = 0
-_MOST_PROGRAMS = 800  # two gigabytes
+_MOST_PROGRAMS = 800  # three gigabytes
 
 
 def _count_programs(event: str, duration: float, **_: object) -> None:

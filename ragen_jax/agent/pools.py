@@ -24,9 +24,14 @@ from ragen_jax.envs.outside.base import read_reward
 from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
+from ragen_jax.utils.sizes import round_up
 from ragen_jax.utils.threads import Fault
 
 _log = logging.getLogger(__name__)
+
+# Environments in JAX play a multiple of so many rows, and those that are too many are forgotten: to compile a program
+# for another number of rows takes longer than they do.
+_ROWS = 32
 
 
 def make_pool(spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None = None) -> Pool:
@@ -39,8 +44,8 @@ def make_pool(spec: EnvSpec, rows: int, group_size: int, processor: ProcessorCon
   return kind(spec, rows, group_size, processor)
 
 
-def _programs_of(env: Environment) -> tuple[Callable, Callable]:
-  """The programs that reset and step rows of an environment. Those that are alike, as of two tags, share them."""
+def _programs_of(env: Environment) -> tuple[Callable, Callable, Callable]:
+  """The programs that reset, step and draw rows of an environment. Those that are alike, as of two tags, share them."""
   try:
     hash(env)
     attributes = _attributes_of(env)
@@ -60,7 +65,7 @@ def _attributes_of(env: Environment) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _programs(env: Environment, attributes: str) -> tuple[Callable, Callable]:
+def _programs(env: Environment, attributes: str) -> tuple[Callable, Callable, Callable]:
   del attributes  # of the key
 
   @jax.jit
@@ -99,7 +104,12 @@ def _programs(env: Environment, attributes: str) -> tuple[Callable, Callable]:
 
     return jax.vmap(one_row)(states, actions, count, used, luck)
 
-  return reset, step
+  @functools.partial(jax.jit, static_argnames='tile')
+  def draw(states, tile):
+    """The boards of rows as images u8[rows, height, width, 3] with tiles of so many pixels."""
+    return jax.vmap(lambda state: env.pixels(state, tile))(states)
+
+  return reset, step, draw
 
 
 class JaxPool(Pool):
@@ -114,12 +124,19 @@ class JaxPool(Pool):
 
   def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
     super().__init__(spec, rows, group_size, processor)
-    self._draw = None
-    if processor is not None and spec.tile is not None:
-      tile = tile_of(spec, processor)
-      self._draw = jax.jit(jax.vmap(lambda state: spec.env.pixels(state, tile)))
     self._warned = False
-    self._reset, self._step = _programs_of(spec.env)
+    self._reset, self._step, draw = _programs_of(spec.env)
+    seen = processor is not None and spec.tile is not None
+    self._draw = functools.partial(draw, tile=tile_of(spec, processor)) if seen else None
+    self._all_rows = round_up(rows, _ROWS)
+
+  def _with_more(self, x: np.ndarray) -> np.ndarray:
+    """An array [rows, ...] with rows for those that are played in addition."""
+    return np.pad(x, [(0, self._all_rows - self.rows)] + [(0, 0)] * (x.ndim - 1))
+
+  def _own(self, tree: Any) -> Any:
+    """What a program gives, on the host and without the rows that were played in addition."""
+    return jax.tree.map(lambda x: x[: self.rows], jax.device_get(tree))
 
   @property
   def done(self) -> np.ndarray:
@@ -130,32 +147,34 @@ class JaxPool(Pool):
     return np.asarray(self.states.success)
 
   def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
-    self._device_states, self._luck = self._reset(jnp.asarray(seeds, jnp.uint32), jnp.asarray(members, jnp.uint32))
+    given = (self._with_more(np.asarray(x, np.uint32)) for x in (seeds, members))
+    self._device_states, self._luck = self._reset(*given)
     self.used = np.zeros((self.rows,), np.int32)
     self._seeds, self.faults = seeds, {}
-    self.states = self.fresh_states = jax.device_get(self._device_states)
+    self.states = self.fresh_states = self._own(self._device_states)
 
   def _stepped(self, actions: list[list[Any]]) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
     """The results of the step for the actions of a turn."""
     width = self.spec.budget.max_actions_per_turn
-    table = np.zeros((self.rows, width, *self.spec.env.action_shape), np.int32)
-    count = np.zeros((self.rows,), np.int32)
+    table = np.zeros((self._all_rows, width, *self.spec.env.action_shape), np.int32)
+    count = np.zeros((self._all_rows,), np.int32)
     for i, row_actions in enumerate(actions):
       if i in self.faults:
         continue
       count[i] = min(len(row_actions), width)
       for j, action in enumerate(row_actions[:width]):
         table[i, j] = action
-    return self._step(self._device_states, table, count, self.used, self._luck, self.spec.budget.max_actions)
+    used = self._with_more(self.used)
+    return self._step(self._device_states, table, count, used, self._luck, self.spec.budget.max_actions)
 
   def states_after(self, actions: list[list[Any]]) -> Any:
     """The states, with NumPy leaves [rows, ...], that `step` would lead to; the pool does not change."""
-    return jax.device_get(self._stepped(actions)[0])
+    return self._own(self._stepped(actions)[0])
 
   def step(self, actions: list[list[Any]]) -> PoolStep:
     results = self._stepped(actions)
     self._device_states = results[0]
-    self.states, table, executed, effective = jax.device_get(results)
+    self.states, table, executed, effective = self._own(results)
     self.used = self.used + executed
     rewards = [tuple(own[:n]) for own, n in zip(table.tolist(), executed.tolist(), strict=True)]
     return PoolStep(self._contain(rewards), executed, effective, [{} for _ in rewards])
@@ -179,7 +198,7 @@ class JaxPool(Pool):
     env = self.spec.env
     if self._draw is None:
       return env.render(self.states)
-    images = np.asarray(self._draw(self._device_states))
+    images = self._own(self._draw(self._device_states))
     # Copies, because a part of the array would keep all of it in memory.
     pairs = zip(env.captions(self.states), images, strict=True)
     return [with_images(text, [image.copy()], self.processor) for text, image in pairs]

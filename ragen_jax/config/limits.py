@@ -7,6 +7,7 @@ cache, threads. The bounds are far above what runs use.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -99,6 +100,7 @@ def check_numbers(config: ConfigDict) -> None:
       rules.check(config, field, x <= most, f'must be at most {most:,}')
 
 
+@functools.lru_cache(maxsize=4096)
 def _bound(field: str) -> float:
   """The largest value of a field."""
   found = [most for pattern, most in AT_MOST.items() if fnmatch.fnmatchcase(field, pattern)]

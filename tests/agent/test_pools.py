@@ -7,6 +7,7 @@ import functools
 import logging
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from ragen_jax.envs import Fault, Session, TextEnvironment
 from ragen_jax.envs.base import Budget, Environment, State, StepOutput
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import EnvSpec
+from tests.support.compilations import compiled
 from tests.support.speakers import context_settings
 from tests.support.stopped_clock import stop_clock
 
@@ -82,6 +84,30 @@ def test_environments_share_programs_only_if_they_are_alike():
   found = [reward(env) for env in (one, same, Paid(scale=-0.0), Paid(bonus=7.0), known)]
   assert [x for x, _ in found] == [1, 1, -1, 8, 3]
   assert found[0][1] is found[1][1]
+
+
+def test_few_rows_and_many_share_programs_and_each_is_played_as_the_others():
+  """Also with more rows than are played at least."""
+  (spec,) = build.env_specs(default.get_config(), ('FrozenLake',), (1,))
+  seeds, luck, found = np.arange(100, 140), np.arange(40) % 3, {}
+  actions = [[i % 4, (i + 1) % 4][: i % 3] for i in range(40)]
+  for rows in (40, 2, 5):
+    with compiled() as names:
+      pool = make_pool(spec, rows, 1)
+      pool.reset(seeds[-rows:], luck[-rows:])
+      after = pool.states_after(actions[-rows:])
+      steps = [pool.step(actions[-rows:]) for _ in range(2)]
+    assert rows != 5 or names == []
+    assert {len(x) for x in jax.tree.leaves((pool.states, pool.fresh_states, after))} == {rows} == {len(pool.render())}
+    assert {len(x) for step in steps for x in step} == {rows} and len(pool.levels()) == len(pool.optimal()) == rows
+    found[rows] = pool.states, pool.fresh_states, after, steps, pool.used
+  for rows in (2, 5):
+    for a, b in zip(*(jax.tree.leaves(found[n][:3]) for n in (40, rows)), strict=True):
+      np.testing.assert_array_equal(a[-rows:], b)
+    for a, b in zip(found[40][3], found[rows][3], strict=True):
+      assert list(a.rewards)[-rows:] == list(b.rewards)
+      np.testing.assert_array_equal(a.executed[-rows:], b.executed)
+    np.testing.assert_array_equal(found[40][4][-rows:], found[rows][4])
 
 
 @pytest.fixture(scope='module')

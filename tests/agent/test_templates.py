@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -93,14 +94,20 @@ def test_the_request_is_filled_with_the_form_the_words_and_an_example(specs):
   assert example.valid and len(example.names) == 2
 
 
+@functools.cache
+def _boards(tag):
+  """The game of a tag, and the different boards that 400 of its levels begin with."""
+  (spec,) = build.env_specs(default.get_config(), (tag,), (1,))
+  keys = jax.vmap(jax.random.key)(jnp.arange(400, dtype=jnp.uint32))
+  return spec, tuple(dict.fromkeys(spec.env.render(jax.device_get(jax.jit(jax.vmap(spec.env.reset))(keys)))))
+
+
 @pytest.mark.parametrize(
   'tag', ['FrozenLake', 'SimpleSokoban', 'Bandit', 'Countdown', 'Game2048', 'Rubik2x2', 'Sudoku']
 )
 def test_examples_are_valid_replies_and_show_each_action_as_often_as_the_others(tag):
-  (spec,) = build.env_specs(default.get_config(), (tag,), (1,))
+  spec, boards = _boards(tag)
   context = ContextManager(None, [spec], context_settings(request='{example}'))
-  keys = jax.vmap(jax.random.key)(jnp.arange(400, dtype=jnp.uint32))
-  boards = dict.fromkeys(spec.env.render(jax.device_get(jax.vmap(spec.env.reset)(keys))))
   shown, firsts = collections.Counter(), collections.Counter()
   for turn, board in itertools.product(range(3), boards):
     _, behind = templates.turn_frame(spec, turn, 0, board, context.settings)
@@ -120,10 +127,8 @@ def test_examples_are_valid_replies_and_show_each_action_as_often_as_the_others(
 
 @pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban', 'Bandit', 'Game2048'])
 def test_a_request_lists_all_actions_and_each_is_the_first_as_often_as_the_others(tag):
-  (spec,) = build.env_specs(default.get_config(), (tag,), (1,))
+  spec, boards = _boards(tag)
   settings = context_settings(request='{actions}; {example}')
-  keys = jax.vmap(jax.random.key)(jnp.arange(400, dtype=jnp.uint32))
-  boards = dict.fromkeys(spec.env.render(jax.device_get(jax.vmap(spec.env.reset)(keys))))
   firsts, pairs = collections.Counter(), collections.Counter()
   for turn, board in itertools.product(range(3), boards):
     _, behind = templates.turn_frame(spec, turn, 0, board, settings)
@@ -158,9 +163,7 @@ def test_a_bandit_s_example_and_list_show_arms_on_offer():
 
 @pytest.mark.parametrize('tag', [tag for tag in default.get_config().envs if tag.startswith('Bandit')])
 def test_the_two_orders_of_a_bandit_s_pair_show_each_of_its_arms_once(tag):
-  (spec,) = build.env_specs(default.get_config(), (tag,), (1,))
-  keys = jax.vmap(jax.random.key)(jnp.arange(400, dtype=jnp.uint32))
-  boards = set(spec.env.render(jax.device_get(jax.vmap(spec.env.reset)(keys))))
+  spec, boards = _boards(tag)
   assert len(boards) == 2 * len(spec.env.arms)
   for part in range(2):  # the example, and the first of the list
     shown = [

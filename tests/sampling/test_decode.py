@@ -98,6 +98,18 @@ def test_marked_columns_take_the_features_and_the_others_the_tokens(model, run):
   chex.assert_trees_all_equal(mixed, extend(empty, jnp.where(marked, others, tokens), count))
 
 
+@nnx.jit
+def _forward_of_14(policy, tokens, positions):
+  hidden, _ = policy(policy.embed(tokens[None]), positions[None])
+  return hidden[0], jax.nn.log_softmax(policy.logits(hidden))[0]
+
+
+def _forward(policy, tokens, positions):
+  """Hidden states [T, D] and log-probs [T, V] of one forward pass."""
+  padded = (np.pad(x, (0, 14 - len(tokens))).astype(np.int32) for x in (tokens, positions))
+  return tuple(np.asarray(x)[: len(tokens)] for x in _forward_of_14(policy, *padded))
+
+
 def test_given_rotary_offsets_are_a_full_forward_pass_with_these_positions(model, run):
   """An image in the first turn, a text turn, and a reply: one forward pass with the positions of all columns."""
   extend, decode = run
@@ -114,14 +126,13 @@ def test_given_rotary_offsets_are_a_full_forward_pass_with_these_positions(model
     n = int(reply.count[row])
     assert int(state.rotary[row]) == [8, 5][row] + n and int(state.count[row]) == [9, 6][row] + n
     parts = [first[row, : first_count[row]], second[row, : second_count[row]], reply.tokens[row, :n]]
-    timeline = jnp.concatenate(parts)
+    timeline = np.concatenate(parts)
     start = [5, 3][row]
     positions = np.concatenate([OFFSETS[: first_count[row]], start + np.arange(second_count[row] + n)])
-    hidden, _ = model.policy(model.policy.embed(timeline[None]), jnp.asarray(positions)[None])
-    logp = jax.nn.log_softmax(model.policy.logits(hidden))[0]
+    hidden, logp = _forward(model.policy, timeline, positions)
     expected = logp[np.arange(-n - 1, -1), np.asarray(reply.tokens[row, :n])]
     np.testing.assert_allclose(reply.logprobs[row, :n], expected, rtol=0, atol=1e-4)
-    plain, _ = model.policy(model.policy.embed(timeline[None]))
+    plain, _ = _forward(model.policy, timeline, np.arange(len(timeline)))
     assert np.abs(plain - hidden).max() > 0.01, 'the positions did not matter'
 
 

@@ -131,7 +131,7 @@ async def app(scope, receive, send):
   del files
 
 logging.basicConfig(level=logging.WARNING, format='%(message)s')
-timed_protocol.REQUEST_S = 2.0
+timed_protocol.REQUEST_S = 0.5
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[1])))
 with server.HttpServer(app, lambda: None, '127.0.0.1', 0, int(sys.argv[2])) as opened:
   print(opened.url, resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
