@@ -52,7 +52,8 @@ def _play(policy, **fields):
 
 @pytest.mark.parametrize('schedule', ['lockstep', 'continuous'])
 def test_replies_end_at_the_limit_of_their_own_tag(policy, schedule):
-  fields = {'agent__schedule': schedule, 'agent__decode_chunk': 8 if schedule == 'continuous' else 32}
+  chunk = 8 if schedule == 'continuous' else 32
+  fields = {'agent__schedule': schedule, 'agent__decode_chunk': chunk, 'length_step': 512}  # one size of the cache
   whole = _play(policy, **fields)
   own = _play(policy, **fields, envs__CoordFrozenLake__max_response_tokens=5)
   for tag, most in zip(TAGS, (24, 5), strict=True):
