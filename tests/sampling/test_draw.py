@@ -20,6 +20,10 @@ from ragen_jax.sampling.draw import (
   inverse_cdf,
 )
 
+# Each is one program in place of one for each operation.
+_draw = jax.jit(draw_tokens, static_argnums=3)
+_draw_rows = jax.jit(draw_row_tokens, static_argnums=4)
+
 
 @pytest.mark.parametrize('size', [5, 300, *(pytest.param(size, marks=pytest.mark.slow) for size in (1920, 3000, 3072))])
 def test_draw_follows_the_distribution_in_one_and_in_two_levels(size):
@@ -83,14 +87,14 @@ def test_a_row_s_draw_depends_on_its_key_and_position_only():
   logits = jnp.zeros((4, 1000))
   keys = jax.random.split(jax.random.key(0), 4)
   positions = jnp.asarray([3, 3, 8, 8])
-  tokens, logprobs, entropies = draw_tokens(logits, keys, positions, PLAIN)
+  tokens, logprobs, entropies = _draw(logits, keys, positions, PLAIN)
   chex.assert_shape((tokens, logprobs, entropies), (4,))
   chex.assert_type((tokens, logprobs, entropies), (jnp.int32, jnp.float32, jnp.float32))
   np.testing.assert_allclose(logprobs, -np.log(1000), rtol=1e-5)
   np.testing.assert_allclose(entropies, np.log(1000), rtol=1e-5)
   order = jnp.asarray([2, 0, 3, 1])
-  np.testing.assert_array_equal(draw_tokens(logits, keys[order], positions[order], PLAIN)[0], tokens[order])
-  moved = draw_tokens(logits, keys, positions + 1, PLAIN)[0]
+  np.testing.assert_array_equal(_draw(logits, keys[order], positions[order], PLAIN)[0], tokens[order])
+  moved = _draw(logits, keys, positions + 1, PLAIN)[0]
   assert (moved != tokens).all()
 
 
@@ -101,7 +105,7 @@ def test_tokens_and_numbers_are_those_of_the_softmax(filters):
   logits = 4 * jax.random.normal(jax.random.key(1), (64, 2000)) + 300
   logits = logits.at[:, 1500:].set(-jnp.inf)
   keys, positions = jax.random.split(jax.random.key(0), 64), jnp.arange(64)
-  tokens, logprobs, entropies = draw_tokens(logits, keys, positions, Sampling(1.0, p, k))
+  tokens, logprobs, entropies = _draw(logits, keys, positions, Sampling(1.0, p, k))
 
   def softmax(x):
     e = np.exp(x - x.max(axis=1, keepdims=True))
@@ -121,9 +125,7 @@ def test_temperature_zero_takes_the_most_likely_token_whatever_the_key():
   logits = jax.random.normal(jax.random.key(0), (6, 50))
   for seed in range(3):
     keys = jax.random.split(jax.random.key(seed), 6)
-    tokens, logprobs, _ = draw_tokens(
-      logits, keys, jnp.zeros(6, jnp.int32), Sampling(temperature=0.0, top_p=1.0, top_k=2)
-    )
+    tokens, logprobs, _ = _draw(logits, keys, jnp.zeros(6, jnp.int32), Sampling(temperature=0.0, top_p=1.0, top_k=2))
     np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
     np.testing.assert_allclose(logprobs, jnp.max(jax.nn.log_softmax(logits), axis=-1), rtol=1e-6)
 
@@ -157,10 +159,10 @@ def test_a_row_with_its_own_numbers_draws_what_a_batch_with_these_numbers_draws(
   logits = 2 * jax.random.normal(jax.random.key(0), (len(rows), size))
   logits = logits.at[:, -3:].set(-jnp.inf)  # padding of the embedding
   keys, positions = jax.random.split(jax.random.key(1), len(rows)), jnp.arange(len(rows))
-  got = jax.device_get(draw_row_tokens(logits, keys, positions, _arrays(rows), 0))
+  got = jax.device_get(_draw_rows(logits, keys, positions, _arrays(rows), 0))
   for sampling in set(rows):
     divided = logits / sampling.temperature if sampling.temperature else logits
-    want = jax.device_get(draw_tokens(divided, keys, positions, sampling))
+    want = jax.device_get(_draw(divided, keys, positions, sampling))
     own = [i for i, row in enumerate(rows) if row == sampling]
     np.testing.assert_array_equal(got[0][own], want[0][own])
     if sampling == PLAIN:  # nothing is computed in another way
@@ -174,7 +176,7 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_is_drawn_from()
   logits = jax.random.normal(jax.random.key(0), (3, 50))
   rows = (PLAIN, Sampling(0.5, 1.0, 2), GREEDY)
   keys, positions = jax.random.split(jax.random.key(1), 3), jnp.arange(3)
-  tokens, logprobs, _, (top, top_logprobs) = draw_row_tokens(logits, keys, positions, _arrays(rows), 4)
+  tokens, logprobs, _, (top, top_logprobs) = _draw_rows(logits, keys, positions, _arrays(rows), 4)
   assert top.shape == top_logprobs.shape == (3, 4)
   order = np.argsort(-np.asarray(logits), axis=1)
   np.testing.assert_array_equal(top[0], order[0, :4])
