@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +14,10 @@ from flax import nnx
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.tower import Features
+from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import TokenRows
 from ragen_jax.training.images import CRITIC, POLICY, FrozenFeatures, ImageInputs
-from ragen_jax.training.scoring import Scorer, score_tokens, value_tokens
+from ragen_jax.training.scoring import Scorer, score_tokens, token_rows, value_tokens
 from tests.support import learning
 from tests.support.models import random_model
 
@@ -71,6 +75,23 @@ def test_features_that_are_embeddings_give_the_scores_and_gradients_of_the_token
   for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(given), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(np.abs(a).max())))
   assert np.abs(own['policy']['embed_tokens'][...]).max() > 0
+
+
+@pytest.mark.usefixtures('new_programs')
+def test_equal_models_share_programs_which_hold_no_weights():
+  """Programs live as long as the process, and the models that they were made for do not."""
+  found = []
+  for seed in (0, 1):
+    model = random_model(_VOCAB, seed=seed)
+    sampler, learner = Sampler(model, stop_ids=(3,)), learning.learner(model)
+    scorer, own = Scorer(nnx.split(model)[0], learning.scoring()), nnx.split(model)[1]
+    jax.eval_shape(scorer.programs['score'], own, token_rows(_batch()))
+    found.append((sampler.programs, learner.programs['gradient'], learner.steps['gradient']._programs, scorer.programs))
+  assert all(a is b for a, b in zip(*found, strict=True)) and scorer.traces['score'] == 1
+  weight = weakref.ref(jax.tree.leaves(own)[0])
+  del model, sampler, learner, scorer, own
+  gc.collect()
+  assert weight() is None
 
 
 def test_other_features_give_other_scores():
