@@ -35,7 +35,7 @@ def _full_logprobs(model, tokens):
   return logp[t - 1, tokens[1:]], values[t - 1], logp[t - 1]
 
 
-def _run_turns(sampler, params, keys, rng, *, turns, rows, max_new, sampling, order=None, drop=None):
+def _run_turns(sampler, params, keys, rng, *, turns, sampling, rows=4, max_new=6, order=None, drop=None):
   """Plays `turns` turns of random observations of ragged length; returns each row's timeline and records.
 
   `order` is the episode of each row of the state. Episodes other than those of `drop` end after the first turn.
@@ -86,10 +86,8 @@ def model():
 
 def test_logprobs_values_and_entropies_equal_a_full_forward_pass_over_the_timeline(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
-  keys = jax.random.split(jax.random.key(3), 6)
-  timelines, records, stopped = _run_turns(
-    sampler, params, keys, np.random.default_rng(0), turns=4, rows=6, max_new=9, sampling=PLAIN
-  )
+  keys = jax.random.split(jax.random.key(3), 4)
+  timelines, records, stopped = _run_turns(sampler, params, keys, np.random.default_rng(0), turns=6, sampling=PLAIN)
   assert stopped.any() and not stopped.all()  # both ways to end a reply occur
   for r, timeline in timelines.items():
     logprobs, values, logp = _full_logprobs(model, np.asarray(timeline))
@@ -103,7 +101,7 @@ def test_a_reply_does_not_depend_on_the_order_of_rows_nor_on_which_others_are_th
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)
   runs = [
-    _run_turns(sampler, params, keys, np.random.default_rng(1), turns=3, rows=4, max_new=6, sampling=PLAIN, **kwargs)[0]
+    _run_turns(sampler, params, keys, np.random.default_rng(1), turns=3, sampling=PLAIN, **kwargs)[0]
     for kwargs in ({}, {'order': [2, 0, 3, 1]}, {'drop': [1, 3]})
   ]
   assert runs[0] == runs[1]
@@ -113,10 +111,8 @@ def test_a_reply_does_not_depend_on_the_order_of_rows_nor_on_which_others_are_th
 
 def test_greedy_takes_the_likeliest_token(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
-  keys = jax.random.split(jax.random.key(5), 3)
-  timelines, records, _ = _run_turns(
-    sampler, params, keys, np.random.default_rng(2), turns=2, rows=3, max_new=5, sampling=GREEDY
-  )
+  keys = jax.random.split(jax.random.key(5), 4)
+  timelines, records, _ = _run_turns(sampler, params, keys, np.random.default_rng(2), turns=2, sampling=GREEDY)
   for r, timeline in timelines.items():
     _, _, logp = _full_logprobs(model, np.asarray(timeline))
     assert records[r]
@@ -126,10 +122,9 @@ def test_greedy_takes_the_likeliest_token(model):
 
 def test_temperature_scales_the_logprobs(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
-  keys = jax.random.split(jax.random.key(6), 3)
-  timelines, records, _ = _run_turns(
-    sampler, params, keys, np.random.default_rng(2), turns=1, rows=3, max_new=5, sampling=Sampling(0.5, 1.0, 0)
-  )
+  keys = jax.random.split(jax.random.key(6), 4)
+  sampling = Sampling(0.5, 1.0, 0)
+  timelines, records, _ = _run_turns(sampler, params, keys, np.random.default_rng(2), turns=1, sampling=sampling)
   for r, timeline in timelines.items():
     _, _, logp = _full_logprobs(model, np.asarray(timeline))
     for column, lp, *_ in records[r]:
@@ -253,7 +248,7 @@ def test_some_rows_are_fed_while_the_others_are_left_alone(model):
   for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
     np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
   keys = jax.random.split(jax.random.key(0), 4)
-  _, reply, _ = sampler.decode(params, state, keys, np.full(4, 5), columns=5, sampling=PLAIN)
+  _, reply, _ = sampler.decode(params, state, keys, np.full(4, 5), columns=9, sampling=PLAIN)
   for row, own in ((3, second[0, :3]), (1, second[1])):
     n = int(reply.count[row])
     timeline = np.concatenate([first[row, : count[row]], own, np.asarray(reply.tokens[row, :n])])
@@ -267,15 +262,13 @@ def test_some_rows_sample_while_the_others_are_left_alone(model):
   first = np.random.default_rng(0).integers(8, VOCAB, size=(4, 6)).astype(np.int32)
   state = sampler.extend(params, sampler.init(4, 24), first, np.asarray([6, 2, 5, 4], np.int32))
   before, keys, rows = jax.device_get(state), jax.random.split(jax.random.key(0), 4), np.asarray([3, 0], np.int32)
-  state, part, _ = sampler.decode(
-    params, state, keys[rows], np.full(2, 5), columns=5, sampling=PLAIN, rows=rows
-  )  # fmt: skip
+  state, part, _ = sampler.decode(params, state, keys[rows], np.full(2, 5), columns=9, sampling=PLAIN, rows=rows)
   after = jax.device_get(state)
   assert after.count.tolist() == [6 + part.count[1], 2, 5, 4 + part.count[0]]
   for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
     np.testing.assert_array_equal(got[[1, 2]], want[[1, 2]])
   again = sampler.extend(params, sampler.init(4, 24), first, np.asarray([6, 2, 5, 4], np.int32))
-  whole, reply, _ = sampler.decode(params, again, keys, np.full(4, 5), columns=5, sampling=PLAIN)
+  whole, reply, _ = sampler.decode(params, again, keys, np.full(4, 5), columns=9, sampling=PLAIN)
   np.testing.assert_array_equal(part.tokens, reply.tokens[rows])
   np.testing.assert_allclose(part.logprobs, reply.logprobs[rows], atol=1e-5)
   np.testing.assert_allclose(after.hidden[rows], whole.hidden[rows], atol=1e-5)
@@ -344,7 +337,7 @@ def test_weights_for_decoding_are_cast_once_and_nothing_else_changes(model):
 def test_each_program_is_traced_once_per_shape(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)
-  run = functools.partial(_run_turns, sampler, params, keys, turns=3, rows=4, max_new=6)
+  run = functools.partial(_run_turns, sampler, params, keys, turns=3)
   run(np.random.default_rng(1), sampling=PLAIN)
   # The cache has 32 columns in the first turn and 96 in the others, so every program has two shapes.
   assert sampler.traces == {'resize': 1, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 2}
@@ -361,11 +354,7 @@ def test_rows_of_zeros_beside_the_few_rows_of_a_device_change_nothing(model, mon
     monkeypatch.setattr('ragen_jax.sampling.sampler._LEAST_ROWS', {'cpu': least})
     sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
     keys = jax.random.split(jax.random.key(5), 4)
-    found.append(
-      _run_turns(
-        sampler, params, keys, np.random.default_rng(1), turns=2, rows=4, max_new=6, sampling=PLAIN, drop=[1, 3]
-      )
-    )
+    found.append(_run_turns(sampler, params, keys, np.random.default_rng(1), turns=2, sampling=PLAIN, drop=[1, 3]))
     state = jax.eval_shape(lambda s=sampler: s.init(2, 32))
     products = str(
       jax.make_jaxpr(lambda p, s, w=sampler: w.programs['decode'](
