@@ -6,19 +6,19 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-_T = TypeVar('_T', bound=Callable[..., Any])
+_T = TypeVar('_T')
 
 _made: list[Any] = []
 
 
-def made_once(most: int) -> Callable[[_T], _T]:
+def made_once(most: int) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
   """Decorator: calls with positional arguments that are equal, and written alike, return one object.
 
   Equal arguments may differ: 0.0 equals -0.0, and True equals 1. At most `most` objects are kept, the last ones used.
   Arguments must be hashable. What is made must hold no arrays: it lives as long as the process.
   """
 
-  def decorate(make: _T) -> _T:
+  def decorate(make: Callable[..., _T]) -> Callable[..., _T]:
     cached = functools.lru_cache(maxsize=most)(lambda written, *arguments: make(*arguments))
     _made.append(cached)
     return functools.wraps(make)(lambda *arguments: cached(repr(arguments), *arguments))
