@@ -16,6 +16,8 @@ HELD_OUT = {
   'DeepCoderTest': 'DeepCoder',
   'SearchQATest': 'SearchQA',
   'TextWorldTest': 'TextWorld',
+  'NavigationValidation': 'Navigation',
+  'NavigationTest': 'Navigation',
 }
 
 
@@ -199,6 +201,58 @@ def by_tag() -> ConfigDict:
   )
   # Sudoku on the usual board of 9 x 9 cells; its prompt and ten turns need a long agent.max_context.
   envs.Sudoku9x9 = _like(envs.Sudoku, side=9, empty_cells=40, max_turns=10, max_actions=50)
+  # Find an object in a room, with first-person pictures, see docs/vision.md.
+  envs.Navigation = ConfigDict(
+    {
+      'type': 'navigation',
+      # Rows and columns of cells, including the outer walls; 6 to 32.
+      'dim': (11, 11),
+      # Metres of a step, which is the side of a cell; VAGEN's later version has 0.3.
+      'stride': 0.5,
+      # Metres from the target within which it is found; VAGEN's later version has 1.0.
+      'radius': 1.5,
+      # Whether the target must also be in view; VAGEN's rule is False.
+      'must_see': True,
+      # Field of view in degrees, 40 to 140.
+      'fov': 100.0,
+      # Walls inside the room, 0 to 3.
+      'inner_walls': 1,
+      # Objects of a room, the target included; 2 to 8.
+      'num_objects': 6,
+      # Shapes of objects: 'ball', 'cube', 'post', 'cone'.
+      'kinds': ('ball', 'cube', 'post', 'cone'),
+      # Colours of objects: 'red', 'green', 'blue', 'yellow', 'purple', 'orange'.
+      'colours': ('red', 'green', 'blue', 'yellow', 'purple', 'orange'),
+      # Minimum actions of a level's shortest play.
+      'min_path': 3,
+      # Maximum actions of a level's shortest play; 0 for no bound. Both bounds set the difficulty.
+      'max_path': 0,
+      # Starts: 'any', 'facing' (the target is in view) or 'away' (it is not).
+      'start': 'any',
+      # Which part of all rooms is played: 'all', 'train', 'validation' or 'test'; they have no room in common.
+      'split': 'train',
+      # Reward of finding the target; VAGEN's later version has 1.
+      'success_reward': 10.0,
+      # Actions after which the game itself ends; at least max_actions.
+      'max_steps': 30,
+      # Rows, and columns, of tiles of the picture; 2 to 64.
+      'picture': 9,
+      # Names of the actions: 'thor' (moveahead) or 'words' (move_forward, as in VAGEN's later version).
+      'names': 'thor',
+      # How the prompt shows the state: 'text' or 'image' (for models that read images).
+      'observation': 'text',
+      # Side of a tile of the picture in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
+      'tile': 0,
+      'max_turns': 5,
+      'max_actions': 25,
+      'max_actions_per_turn': 5,
+      'max_words': 100,
+    }
+  )
+  # Rooms that training does not play.
+  envs.NavigationValidation = _like(envs.Navigation, split='validation')
+  # Rooms that neither of the two plays.
+  envs.NavigationTest = _like(envs.Navigation, split='test')
   # Tasks that programs outside play over HTTP, see docs/agents.md.
   envs.Agent = ConfigDict(
     {

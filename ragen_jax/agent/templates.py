@@ -46,7 +46,7 @@ _EXAMPLE_ACTIONS = 2
 # In place of a list of actions, for games whose actions are free text.
 _ACTIONS_OF_RULES = 'those that the rules describe'
 _REWARD = 'Reward: '
-_IMAGE_OF_BOARD = 'Each state is an image of the board.'
+_IMAGE_OF = 'Each state is an image of the {}.'
 PARAGRAPH = '\n\n'
 # The summary of past turns, for prompts of one message.
 MEMORY = 'What you did before:\n'
@@ -63,7 +63,8 @@ def describe_task(spec: EnvSpec, action_sep: str) -> str:
   env, budget = spec.env, spec.budget
   lines = [env.rules()]
   if spec.tile is not None:
-    lines.append(_IMAGE_OF_BOARD + (f' It shows: {", ".join(env.legend().values())}.' if env.legend() else ''))
+    shown = f' It shows: {", ".join(env.legend().values())}.' if env.legend() else ''
+    lines.append(_IMAGE_OF.format(env.shown_as) + shown)
   elif env.legend():
     lines.append('Symbols: ' + ', '.join(f'{symbol} {meaning}' for symbol, meaning in env.legend().items()) + '.')
   if env.action_names:
@@ -94,8 +95,8 @@ def _count(number: int, noun: str) -> str:
 
 def describe_descriptions(spec: EnvSpec, form: str) -> str:
   """What follows the task if replies of a form describe boards, which have scenes: how to word it; else empty."""
-  kinds = spec.env.scene_kinds
-  return f'\n{claim_rules(kinds)}' if kinds and described_sections(form) else ''
+  env = spec.env
+  return f'\n{claim_rules(env.scene_words)}' if env.scene_kinds and described_sections(form) else ''
 
 
 def request_fields(request: str) -> list[str]:
@@ -141,7 +142,8 @@ def shown_actions(spec: EnvSpec, turn: int, observation: Observation) -> tuple[l
 def _request(spec: EnvSpec, turn: int, observation: Observation, settings: ContextSettings) -> str:
   example, listed = shown_actions(spec, turn, observation)
   separator = f' {settings.action_sep} ' if spec.actions_a_turn > 1 else ' or '  # as in a reply
-  form = describe_form(settings.format, *([_WHOLE_ANSWER] if spec.env.whole_answer else []))
+  answer = {'answer': _WHOLE_ANSWER} if spec.env.whole_answer else {}
+  form = describe_form(settings.format, **answer, shown_as=spec.env.shown_as)
   return plain(
     (spec.request or settings.request).format(
       form=form,
@@ -213,7 +215,7 @@ def prompt_pieces(specs: list[EnvSpec], settings: ContextSettings) -> list[str]:
     cut = re.compile('|'.join([_NUMBER, *(re.escape(n) for n in names)]))
     task = describe_task(spec, action_sep)
     if described := describe_descriptions(spec, form):
-      pieces += [described, *(lead + claim for lead in ('', CLAIM_SEP) for claim in possible_claims(env.scene_kinds))]
+      pieces += [described, *(lead + claim for lead in ('', CLAIM_SEP) for claim in possible_claims(env.scene_words))]
     # Decimals of the rules (probabilities, rewards) are one token. Whole numbers are digits, because limits can change.
     pieces += re.findall(r'\d+\.\d+', task) + re.split(_NUMBER, task)
     texts = env.rationale(states) if symbols else env.rationale(states) + env.render(states)

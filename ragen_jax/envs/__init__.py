@@ -17,6 +17,7 @@ from ragen_jax.envs.countdown import Countdown
 from ragen_jax.envs.dataset.environment import DatasetEnvironment
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
+from ragen_jax.envs.navigation import Navigation
 from ragen_jax.envs.outside.base import Session, TextEnvironment
 from ragen_jax.envs.outside.gymnasium import GymnasiumEnvironment
 from ragen_jax.envs.outside.http import HttpEnvironment
@@ -39,6 +40,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'game_2048': Game2048,
   'rubik_2x2': Rubik2x2,
   'sudoku': Sudoku,
+  'navigation': Navigation,
   'python': PythonEnvironment,
   'gymnasium': GymnasiumEnvironment,
   'http': HttpEnvironment,

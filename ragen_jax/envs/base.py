@@ -25,7 +25,7 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs.drawing.tiles import IMAGE_MARK, PICTURE_TILE, check_tile, compose
-from ragen_jax.envs.scenes import Scene
+from ragen_jax.envs.scenes import BOARD, Scene, Vocabulary
 
 
 @struct.dataclass
@@ -108,6 +108,7 @@ class Game(abc.ABC):
     is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
     played_by_programs: whether programs play it over HTTP, and not the policy turn by turn.
     scene_kinds: the kinds of things in its `scenes`; empty for a game without scenes.
+    shown_as: the noun for what an image shows, and what a reply describes, such as 'board'.
     whole_answer: whether the whole text of an answer is one action; otherwise actions are separated in it.
     system: the system message of its prompts; '' for the usual sentence.
     state_label: the word above an observation in prompts; '' for none.
@@ -123,6 +124,7 @@ class Game(abc.ABC):
   is_outside: ClassVar[bool] = False
   played_by_programs: ClassVar[bool] = False
   scene_kinds: ClassVar[tuple[str, ...]] = ()
+  shown_as: ClassVar[str] = 'board'
   whole_answer: ClassVar[bool] = False
   system: ClassVar[str] = ''
   state_label: ClassVar[str] = 'State'
@@ -230,6 +232,11 @@ class Game(abc.ABC):
   def rationale(self, states: Any) -> list[str]:
     """For each of N states, a short true sentence: the thought in demonstrations. The default is empty."""
     return [''] * len(np.asarray(states.done))
+
+  @property
+  def scene_words(self) -> Vocabulary:
+    """The words of claims about its `scenes`; those of boards by default."""
+    return dataclasses.replace(BOARD, kinds=self.scene_kinds)
 
   def scenes(self, states: Any) -> list[Scene]:
     """For each of N states, the places of the player and the other things, which replies may describe.

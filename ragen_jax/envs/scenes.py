@@ -1,4 +1,8 @@
-"""The things on a board and their places: what a policy may describe of a state."""
+"""The things of a state and where they are, seen from the player: what a policy may describe of a state.
+
+A claim about a thing has two parts, each a word of a closed vocabulary: on boards, where the thing is vertically and
+horizontally; in rooms, in which direction and how far away.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,110 @@ import dataclasses
 
 import numpy as np
 
+from ragen_jax.envs.navigation_view import offsets
+
 Place = tuple[int, int]
 
-# Every kind of thing, in the order of descriptions.
-KINDS = ('box', 'target', 'goal', 'hole')
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+  """The words of claims 'the KIND is FIRST and SECOND'.
+
+  Attributes:
+    kinds: every kind of thing, in the order of descriptions.
+    first: words of the first part.
+    second: words of the second part.
+  """
+
+  kinds: tuple[str, ...]
+  first: tuple[str, ...]
+  second: tuple[str, ...]
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """Numbers of words of both parts."""
+    return len(self.first), len(self.second)
+
+
+# The words of the signs -1, 0, 1 of row and column differences, thing minus player.
+VERTICAL = ('above', 'in the same row', 'below')
+HORIZONTAL = ('to the left', 'in the same column', 'to the right')
+# Every kind of thing on boards, in the order of descriptions, and its weight in a score; those that are present are
+# divided by their sum.
+_BOARD_WEIGHTS = {'box': 0.5, 'target': 0.5, 'goal': 0.7, 'hole': 0.3}
+KINDS = tuple(_BOARD_WEIGHTS)
+BOARD = Vocabulary(KINDS, VERTICAL, HORIZONTAL)
+
+# Directions in rooms, by the signs of the steps ahead and to the right.
+_DIRECTIONS = {
+  (1, 0): 'ahead', (1, -1): 'ahead to the left', (1, 1): 'ahead to the right', (0, -1): 'to the left',
+  (0, 1): 'to the right', (-1, 0): 'behind', (-1, -1): 'behind to the left', (-1, 1): 'behind to the right',
+}  # fmt: skip
+DIRECTIONS = tuple(_DIRECTIONS.values())
+# Distances in rooms: near enough for the target, up to twice as far, farther.
+DISTANCES = ('near', 'midway', 'far')
+
+
+def room_vocabulary(kinds: tuple[str, ...]) -> Vocabulary:
+  """The words for rooms with objects of some names."""
+  return Vocabulary(kinds, DIRECTIONS, DISTANCES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-  """One state: the row and column of the player, and of all things by kind, row by row.
+  """One state of a board: the row and column of the player, and of all things by kind, row by row.
 
   Kinds of `KINDS` that the game does not have are left out.
   """
 
   player: Place
   things: dict[str, tuple[Place, ...]]
+
+  @property
+  def words(self) -> Vocabulary:
+    """The words of claims about it."""
+    return BOARD
+
+  def relation(self, place: Place) -> tuple[int, int]:
+    """Where a place is, as indices of the words of both parts."""
+    rows, columns = (int(np.sign(there - here)) + 1 for there, here in zip(place, self.player, strict=True))
+    return rows, columns
+
+  def weight(self, kind: str) -> float:
+    """The weight of a kind in a score."""
+    return _BOARD_WEIGHTS[kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class RoomScene(Scene):
+  """One state of a room: the player, and by name the target and the other things in view.
+
+  Attributes:
+    heading: index of `navigation_view.DIRECTIONS`.
+    target: the target's name; its weight is that of all other things together.
+    reach: the largest squared distance that is near, in steps.
+    kinds: every name that things can have.
+  """
+
+  heading: int
+  target: str
+  reach: int
+  kinds: tuple[str, ...]
+
+  @property
+  def words(self) -> Vocabulary:
+    return room_vocabulary(self.kinds)
+
+  def relation(self, place: Place) -> tuple[int, int]:
+    """Where a place is, which is not the player's, as indices of the words of both parts."""
+    ahead, aside = (int(x) for x in offsets(np.array(place), np.array(self.player), self.heading))
+    squared = ahead**2 + aside**2
+    direction = _DIRECTIONS[int(np.sign(ahead)), int(np.sign(aside))]
+    return DIRECTIONS.index(direction), (squared > self.reach) + (squared > 4 * self.reach)
+
+  def weight(self, kind: str) -> float:
+    """The weight of a name in a score."""
+    return 1.0 if kind == self.target else 1.0 / max(len(self.things) - 1, 1)
 
 
 def make_scenes(player: np.ndarray, boards: dict[str, np.ndarray]) -> list[Scene]:

@@ -16,6 +16,7 @@ from ragen_jax.agent.world_model.descriptions import claim_rules
 from ragen_jax.agent.world_model.formats import FORMATS, describe_form, innermost_tags, opening_tags, write_reply
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.frozen_lake import FrozenLake
+from ragen_jax.envs.scenes import BOARD
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
@@ -165,7 +166,8 @@ def test_the_request_for_descriptions_is_in_each_prompt_once_and_only_where_boar
     for env, kinds in enumerate((('goal', 'hole'), ('box', 'target'))):
       told = context.prompt(env, [_turn('a', 9)], 'b', 8, used=0, room=10_000)
       text = tiny.decode(told.ids)
-      assert text.count(claim_rules(kinds)) == (form not in ('no_think', 'free_think'))
+      rules = claim_rules(dataclasses.replace(BOARD, kinds=kinds))
+      assert text.count(rules) == (form not in ('no_think', 'free_think'))
       assert text.count(describe_form(form)) == 1
       assert text.endswith(f'<|im_start|>assistant\n{opening_tags(form)}')
 

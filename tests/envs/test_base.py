@@ -21,6 +21,7 @@ ACTIONS = {
   'game_2048': ('Down', 2, 'Down'),
   'rubik_2x2': ("u'", 1, "U'"),
   'sudoku': ('1,2,3', (1, 2, 3), 'place 3 at row 1 col 2'),
+  'navigation': (' RotateLeft', 5, 'rotateleft'),
 }
 
 

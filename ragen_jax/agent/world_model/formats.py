@@ -24,9 +24,9 @@ OBSERVATION, PREDICTION = 'observation', 'prediction'
 
 _CONTENTS = {
   'think': 'your thoughts',
-  'observation': 'the board as you see it',
+  'observation': 'the {shown_as} as you see it',
   'reasoning': 'your plan',
-  'prediction': 'the board after your actions',
+  'prediction': 'the {shown_as} after your actions',
   'answer': 'your actions',
 }
 # Texts of an example: short, and true of every board.
@@ -122,9 +122,13 @@ def write_reply(form: str, texts: Mapping[str, str]) -> str:
   return (f'<think>{thought}</think>' if FORMATS[form] else thought) + written[-1]
 
 
-def describe_form(form: str, answer: str = _CONTENTS['answer']) -> str:
-  """A form with descriptions in place of its texts: '<think>your thoughts</think><answer>your actions</answer>'."""
-  return write_reply(form, _CONTENTS | {'answer': answer})
+def describe_form(form: str, answer: str = _CONTENTS['answer'], shown_as: str = 'board') -> str:
+  """A form with descriptions in place of its texts: '<think>your thoughts</think><answer>your actions</answer>'.
+
+  `shown_as` names what the game shows (`Game.shown_as`).
+  """
+  texts = {tag: text.format(shown_as=shown_as) for tag, text in _CONTENTS.items()}
+  return write_reply(form, texts | {'answer': answer})
 
 
 def example_of(form: str, answer: str) -> str:

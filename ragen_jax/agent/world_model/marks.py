@@ -30,7 +30,7 @@ def mark_description(text: str, scene: Scene) -> tuple[list[Mark], list[str]]:
 
   Returns the verdicts on the claims, in their order, and true claims about the things that no claim is paired with.
   """
-  claims = find_claims(text)
+  claims = find_claims(text, scene.words)
   verdicts: dict[int, tuple[str, str]] = {}
   missing: list[str] = []
   for kind, counts in true_relations(scene).items():
@@ -48,7 +48,7 @@ def mark_description(text: str, scene: Scene) -> tuple[list[Mark], list[str]]:
     rest = sorted(i for indices in waiting.values() for i in indices)
     pairs = _pair(left, [(claims[i].row, claims[i].column) for i in rest])
     for at, place in enumerate(left):
-      truth = write_claim(kind, *map(int, place))
+      truth = write_claim(kind, *map(int, place), scene.words)
       if at in pairs:
         verdicts[rest[pairs[at]]] = (HALF, truth)
       else:

@@ -24,8 +24,6 @@ from ragen_jax.envs.scenes import Scene
 
 # Where the reward of a section is paid.
 PLACES = ('turn', 'section')
-# Weights of the kinds; those that are present are divided by their sum.
-WEIGHTS = {'box': 0.5, 'target': 0.5, 'goal': 0.7, 'hole': 0.3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +59,11 @@ NO_REWARD = ReplyReward(0.0, {}, {})
 
 
 def score_turn(
-  sections: Sections, actions_valid: bool, before: Scene | None, after: Scene | None, settings: ReplyRewardSettings
+  sections: Sections,
+  actions_valid: bool,
+  before: Scene | None,
+  after: Scene | None,
+  settings: ReplyRewardSettings,
 ) -> ReplyReward:
   """The rewards of a reply: its observation is compared with the state before it, its prediction with the state after.
 
@@ -86,38 +88,39 @@ def above_floor(score: float, floor: float) -> float:
 
 def score_description(text: str, scene: Scene) -> float:
   """How well a text describes a scene, 0 to 1; 1 exactly if its claims are the true ones, in any order."""
-  claims, truth = read_claims(text), true_relations(scene)
-  nothing = np.zeros((3, 3), np.int64)
+  claims, truth = read_claims(text, scene.words), true_relations(scene)
+  nothing = np.zeros(scene.words.shape, np.int64)
   total = weight = 0.0
-  for kind, own in WEIGHTS.items():
+  for kind in scene.words.kinds:
     claimed, true = claims[kind], truth.get(kind, nothing)
     if claimed.sum() + true.sum():
+      own = scene.weight(kind)
       total += own * f1(claimed, true)
       weight += own
   return total / weight if weight else 0.0
 
 
 def f1(claimed: np.ndarray, true: np.ndarray) -> float:
-  """The score of one kind, from i64[3, 3] numbers of claims and of things by relation, of which one is not empty."""
+  """The score of one kind, from i64[R, C] numbers of claims and of things by relation, of which one is not empty."""
   # Pairs that agree in both parts come first: exchanging partners for one never lowers the credit.
   full = np.minimum(claimed, true)
-  half = _most_pairs((claimed - full).reshape(9), (true - full).reshape(9))
+  half = _most_pairs(claimed - full, true - full)
   return float((2 * full.sum() + half) / (claimed.sum() + true.sum()))
 
 
 def _most_pairs(claimed: np.ndarray, true: np.ndarray) -> int:
-  """The most pairs that share a row or a column of the 3 x 3 relations, each used at most as often as counted, i64[9].
+  """The most pairs that share a row or a column of the relations, each used at most as often as counted, i64[R, C].
 
   By max-flow min-cut it is the smallest cut: claims outside a set of relations, and things that share a part with it.
+  The smallest cut has a set of all relations in some rows and some columns.
   """
-  chosen, reached = _cuts()
-  return int((~chosen @ claimed + reached @ true).min())
+  chosen, reached = _cuts(*claimed.shape)
+  return int((~chosen @ claimed.reshape(-1) + reached @ true.reshape(-1)).min())
 
 
 @functools.cache
-def _cuts() -> tuple[np.ndarray, np.ndarray]:
-  """bool[512, 9] twice: every set of relations, and the relations that share a row or column with one of the set."""
-  chosen = np.array(list(itertools.product((False, True), repeat=9)))
-  row, column = np.divmod(np.arange(9), 3)
-  shares = (row[:, None] == row) | (column[:, None] == column)
-  return chosen, chosen @ shares
+def _cuts(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+  """bool[2^R * 2^C, R * C] twice: relations in both a set of rows and one of columns, and those in either set."""
+  row_sets, column_sets = (np.array(list(itertools.product((False, True), repeat=n))) for n in (rows, columns))
+  own, other = row_sets[:, None, :, None], column_sets[None, :, None, :]
+  return tuple(x.reshape(-1, rows * columns) for x in (own & other, own | other))

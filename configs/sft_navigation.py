@@ -1,0 +1,30 @@
+"""Warm start on Navigation: the built-in model that sees learns the exact solver's play from first-person pictures.
+
+python main.py --mode=sft --config=configs/sft_navigation.py
+python main.py --config=configs/navigation_vision_ppo.py --config.model.path=runs/sft_navigation/model
+"""
+
+from configs import navigation_vision_ppo
+
+
+def get_config(model: str = ''):
+  """Play with some random turns, packed into rows; the thoughts tell where the target is.
+
+  Args:
+    model: see configs/navigation_vision_ppo.py.
+  """
+  config = navigation_vision_ppo.get_config(model)
+  config.sft.output = 'runs/sft_navigation/model'
+  config.sft.tags = ('Navigation',)
+  config.sft.hurry = 0.0
+  config.sft.noise = 0.15
+  config.sft.packing = True
+  config.eval.group_size = 1
+  config.eval.greedy_too = False
+  if config.model.preset == 'tiny-vl':
+    config.sft.levels = (6000,)
+    config.sft.value_coef = 0.05
+    config.sft.steps = 800
+    config.sft.learning_rate = 2e-3
+    config.sft.eval_every = 100
+  return config
