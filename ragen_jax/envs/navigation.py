@@ -18,7 +18,7 @@ from flax import struct
 
 from ragen_jax.envs import base
 from ragen_jax.envs.drawing import navigation as drawing
-from ragen_jax.envs.drawing.tiles import IMAGE_MARK, check_tile
+from ragen_jax.envs.drawing.tiles import IMAGE_MARK, PICTURE_TILE, check_tile
 from ragen_jax.envs.navigation_rooms import SPLITS, Room, draw_room, no_room
 from ragen_jax.envs.navigation_view import DIRECTIONS, KINDS, LEVEL, TILTS, can_be_seen, in_view, offsets
 from ragen_jax.envs.options import check_choice, check_flag, check_integer, is_number
@@ -41,6 +41,8 @@ _EYE, _CEILING = 1.0, 2.5
 # Rooms that are tried for a level within the bounds of its shortest play.
 MAX_ATTEMPTS = 64
 _MOST_OBJECTS = 8
+# Rows of the smallest compiled program that looks at several states.
+_LEAST_ROWS = 16
 _GAZES = ('up', 'straight ahead', 'down', 'far down')
 
 
@@ -242,15 +244,16 @@ class Navigation(base.Environment):
 
     def draw(carry):
       key, attempt, *_ = carry
-      room, key = draw_room(key, self.dim, self.inner_walls, self.num_objects, num_names, self.split)
-      key, key_start = jax.random.split(key)
+      room, luck, key = draw_room(
+        key, self.dim, self.inner_walls, self.num_objects, num_names, self.split, 4 * self.dim[0] * self.dim[1]
+      )
       distance = self.distances(room)[LEVEL]  # [4, R, C]
       allowed = (distance >= 1) & (distance < solver.FAR)
       within = (distance >= self.min_path) & (distance <= most)
       if self.start != 'any':
         seen = self._over_poses(lambda *pose: self._seen(*pose)[0], room)[LEVEL]
         within &= seen if self.start == 'facing' else ~seen
-      luck = jax.random.uniform(key_start, distance.shape)
+      luck = luck.reshape(distance.shape)
       chosen = jnp.argmax(jnp.where(within, 2 + luck, jnp.where(allowed, luck, -1.0))).astype(jnp.int32)
       good = within.any() | (allowed.any() & (attempt + 1 >= MAX_ATTEMPTS))
       return key, attempt + 1, room, chosen, good
@@ -311,14 +314,17 @@ class Navigation(base.Environment):
       step=self.stride,
     )  # fmt: skip
 
+  def render_rgb(self, state: State) -> np.ndarray:
+    return np.asarray(_drawn(self, jax.tree.map(jnp.asarray, state)))
+
   # -- text ----------------------------------------------------------------------------------------------------------
 
   def rules(self) -> str:
-    seen = 'in view and ' if self.must_see else ''
+    seen = 'in view ' if self.must_see else ''
     return (
-      f'You are in a room and look for an object. A move goes {self.stride:g} m, a rotation is 90 degrees, a '
-      'look up or down tilts your view by 30. Walls and objects block the way. The object is found when it is '
-      f'{seen}within {self.radius:g} m. This earns {self.success_reward:g} points and ends the game.'
+      f'You are in a room and look for an object. A move goes {self.stride:g} m, a rotation 90 degrees, a look up or '
+      f'down 30. Walls and objects block moves. The object is found when it is {seen}within {self.radius:g} m. '
+      f'This earns {self.success_reward:g} points and ends the game.'
     )
 
   def render(self, states: State) -> list[str]:
@@ -439,10 +445,15 @@ def _pose_after(action: int, tilt: int, heading: int, row: int, column: int) -> 
 
 
 def _batched(function, env: Navigation, rows: Any) -> np.ndarray:
-  """The results of a jitted function for N rows, of which it gets a power of two, so that few programs are compiled."""
+  """The results of a jitted function for N rows; it gets a power of two of them, so that few programs are compiled."""
   count = len(jax.tree.leaves(rows)[0])
-  padded = np.minimum(np.arange(1 << (count - 1).bit_length()), count - 1)
+  padded = np.minimum(np.arange(max(_LEAST_ROWS, 1 << (count - 1).bit_length())), count - 1)
   return np.asarray(function(env, jax.tree.map(lambda leaf: np.asarray(leaf)[padded], rows)))[:count]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _drawn(env: Navigation, state: State) -> jax.Array:
+  return env.pixels(state, PICTURE_TILE)
 
 
 @functools.partial(jax.jit, static_argnums=0)

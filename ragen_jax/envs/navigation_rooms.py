@@ -30,27 +30,33 @@ class Room:
     return jnp.asarray(self.walls).at[self.places[:, 0], self.places[:, 1]].set(True)
 
 
-def draw_room(key: jax.Array, dim: tuple[int, int], inner_walls: int, num_objects: int, num_names: int, split: str):
-  """A `Room` of a part of `SPLITS`, redrawn until it belongs to the part. Returns it and a fresh key.
+def draw_room(
+  key: jax.Array, dim: tuple[int, int], inner_walls: int, num_objects: int, num_names: int, split: str, spare: int
+) -> tuple[Room, jax.Array, jax.Array]:
+  """A room of a part of `SPLITS`, redrawn until it belongs to the part, f32[spare] further random numbers, and a key.
 
   Each inner wall is straight, begins at the border, and leaves at least two cells free.
   """
   low, high = SPLITS[split]
+  squares = dim[0] * dim[1]
 
   def draw(carry):
     key, *_ = carry
-    key, *keys = jax.random.split(key, 4)
-    walls = _walls(keys[0], dim, inner_walls)
-    free = jnp.where(walls, -1.0, jax.random.uniform(keys[1], dim)).reshape(-1)
+    key, own = jax.random.split(key)
+    # All random numbers of a room at once, since each call of a generator takes long to compile.
+    luck = jax.random.uniform(own, (squares + num_names + 4 * inner_walls + spare,))
+    walls = _walls(luck[squares + num_names : len(luck) - spare].reshape(inner_walls, 4), dim)
+    free = jnp.where(walls.reshape(-1), -1.0, luck[:squares])
     cells = jax.lax.top_k(free, num_objects)[1]
-    names = jax.lax.top_k(jax.random.uniform(keys[2], (num_names,)), num_objects)[1].astype(jnp.int32)
+    names = jax.lax.top_k(luck[squares : squares + num_names], num_objects)[1].astype(jnp.int32)
     places = jnp.stack(jnp.divmod(cells, dim[1]), axis=1).astype(jnp.int32)
     room = Room(walls, places, names)
     tenth = tenth_of(room)
-    return key, room, (tenth >= low) & (tenth < high)
+    return key, room, luck[len(luck) - spare :], (tenth >= low) & (tenth < high)
 
-  key, room, _ = jax.lax.while_loop(lambda carry: ~carry[-1], draw, (key, no_room(dim, num_objects), jnp.bool_(False)))
-  return room, key
+  carry = key, no_room(dim, num_objects), jnp.zeros((spare,)), jnp.bool_(False)
+  key, room, luck, _ = jax.lax.while_loop(lambda carry: ~carry[-1], draw, carry)
+  return room, luck, key
 
 
 def no_room(dim: tuple[int, int], num_objects: int) -> Room:
@@ -76,16 +82,16 @@ def _mixed(x: jax.Array) -> jax.Array:
   return x ^ (x >> 16)
 
 
-def _walls(key: jax.Array, dim: tuple[int, int], inner_walls: int) -> jax.Array:
+def _walls(luck: jax.Array, dim: tuple[int, int]) -> jax.Array:
+  """bool[R, C], the border, and an inner wall for each row of random numbers, f32[walls, 4]."""
   rows, columns = dim
   row, column = jnp.arange(rows)[:, None], jnp.arange(columns)[None, :]
   walls = (row == 0) | (row == rows - 1) | (column == 0) | (column == columns - 1)
-  for own in jax.random.split(key, inner_walls):
-    keys = jax.random.split(own, 4)
-    across, far = jax.random.bernoulli(keys[0]), jax.random.bernoulli(keys[1])
-    line = jax.random.randint(keys[2], (), 2, jnp.where(across, rows, columns) - 2)
+  for across, far, line, length in luck:
+    across, far = across < 0.5, far < 0.5
+    line = 2 + (line * (jnp.where(across, rows, columns) - 4)).astype(jnp.int32)
     inside = jnp.where(across, columns, rows) - 2
-    length = jax.random.randint(keys[3], (), 1, inside - 1)
+    length = 1 + (length * (inside - 2)).astype(jnp.int32)
     place, along = jnp.where(across, row, column), jnp.where(across, column, row)
     walls |= (place == line) & jnp.where(far, along > inside - length, along <= length)
   return walls
