@@ -1,10 +1,13 @@
 """Images a second that environments draw of themselves, as a policy with Qwen2.5-VL or Qwen3-VL sees them.
 
-  python benchmarks/images.py [--quick] [--output=benchmarks/results/images.json]
+  python benchmarks/images.py [--quick] [--rooms] [--output=benchmarks/results/images.json]
 
 A batch of 128 states goes through one compiled call of `pixels`, with tiles of 28 and 32 pixels: one visual token a
 tile. The states are fresh levels. The images stay on the device. Compilation is not timed. The cases take turns, and
 the result is the median over these turns.
+
+First-person pictures of Navigation have their own part of the file, `rooms`, with three sizes; `--rooms` measures only
+them. As other programs may use the machine, this part also has the pictures a second of processor time.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from ragen_jax.envs.base import Environment  # noqa: E402
 from ragen_jax.envs.frozen_lake import FrozenLake  # noqa: E402
 from ragen_jax.envs.game_2048 import Game2048  # noqa: E402
+from ragen_jax.envs.navigation import Navigation  # noqa: E402
 from ragen_jax.envs.rubik import Rubik2x2  # noqa: E402
 from ragen_jax.envs.sokoban import Sokoban  # noqa: E402
 from ragen_jax.envs.sudoku import Sudoku  # noqa: E402
@@ -44,6 +48,9 @@ CASES: dict[str, Environment] = {
   'Sudoku 9x9': Sudoku(side=9, empty_cells=30),
   "Rubik's cube": Rubik2x2(),
 }
+
+# Name of a size -> Navigation with as many tiles, and the side of a tile in pixels.
+ROOMS = {'64x64': (Navigation(picture=8), 8), '128x128': (Navigation(picture=4), 32), '252x252': (Navigation(), 28)}
 
 
 class Program:
@@ -89,6 +96,24 @@ def measure(quick: bool) -> dict[str, Any]:
   return {'batch': BATCH, 'repeats': repeats, 'calls': calls, 'cases': found}
 
 
+def measure_rooms(quick: bool) -> dict[str, Any]:
+  """Pictures of Navigation a second, of time that passes and of processor time, by size."""
+  repeats, calls = (2, 2) if quick else (9, 20)
+  found = {}
+  for size, (env, tile) in ROOMS.items():
+    program = Program(env, tile)
+    passed, used = [], []
+    for _ in range(repeats):
+      began = time.process_time()
+      passed.append(program.seconds(calls))
+      used.append(time.process_time() - began)
+    found[size] = {
+      name: float(f'{BATCH * calls / statistics.median(seconds):.4g}')
+      for name, seconds in (('images a second', passed), ('images a processor second', used))
+    }
+  return {'batch': BATCH, 'repeats': repeats, 'calls': calls, 'cases': found}
+
+
 def hardware() -> dict[str, Any]:
   """The machine of the measurement, and the versions of the packages."""
   cpuinfo = pathlib.Path('/proc/cpuinfo')
@@ -108,15 +133,23 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--quick', action='store_true', help='few calls; writes nothing unless --output is given')
   parser.add_argument('--output', type=pathlib.Path, help='the JSON file')
+  parser.add_argument('--rooms', action='store_true', help='only Navigation; keeps the rest of the JSON file')
   arguments = parser.parse_args()
   output = arguments.output
   if output is None and not arguments.quick:
     output = ROOT / 'benchmarks' / 'results' / 'images.json'
-  found = {'date': datetime.date.today().isoformat(), 'quick': arguments.quick, 'hardware': hardware()}
-  found |= measure(arguments.quick)
-  for case, sizes in found['cases'].items():
-    for size, told in sizes.items():
-      print(f'{case:16}{size}: {told["height"]}x{told["width"]}, {told["images a second"]:12,.0f} images/s')
+  origin = {'date': datetime.date.today().isoformat(), 'quick': arguments.quick, 'hardware': hardware()}
+  found = {}
+  if not arguments.rooms:
+    found = origin | measure(arguments.quick)
+    for case, sizes in found['cases'].items():
+      for size, told in sizes.items():
+        print(f'{case:16}{size}: {told["height"]}x{told["width"]}, {told["images a second"]:12,.0f} images/s')
+  elif output is not None and output.exists():
+    found = json.loads(output.read_text())
+  found['rooms'] = origin | measure_rooms(arguments.quick)
+  for size, told in found['rooms']['cases'].items():
+    print(f'Navigation {size}: ' + ', '.join(f'{number:,.0f} {unit}' for unit, number in told.items()))
   if output is not None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=2) + '\n')
