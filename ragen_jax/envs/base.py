@@ -284,7 +284,10 @@ class Environment(Game):
 
   @property
   def image_grid(self) -> tuple[int, int] | None:
-    """Rows and columns of tiles of the images that `pixels` draws; None if the environment draws none."""
+    """Rows and columns of tiles of the images that `pixels` draws; None if the environment draws none.
+
+    A game whose picture is no board overrides `pixels` instead of `cells` and `tiles`.
+    """
     return None
 
   def cells(self, state: Any) -> jax.Array:
