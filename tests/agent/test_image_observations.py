@@ -12,9 +12,12 @@ from ragen_jax import envs as registry
 from ragen_jax.agent.image_observations import check_images, image_columns, shows_images, tile_of, with_images
 from ragen_jax.agent.pools import make_pool
 from ragen_jax.agent.segments import ImageSegment, TextSegment, images_of, join, written
+from ragen_jax.agent.templates import describe_descriptions, describe_task
+from ragen_jax.agent.world_model.formats import describe_form
 from ragen_jax.envs import Budget
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
+from ragen_jax.envs.navigation import Navigation
 from ragen_jax.envs.outside.images import ImageForm
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.spec import EnvSpec
@@ -107,3 +110,40 @@ def test_an_image_that_is_too_long_is_refused():
   env = registry.make('python', {'class_path': path, 'images': 1, 'image_size': [2, 401], 'workers': 0})
   with pytest.raises(UserError, match=r'^envs\.Lake\.image_size=\(2, 401\): an image of 2x401 pixels is not read'):
     check_images(_spec(env, None), SMALL)
+
+
+def test_a_room_is_a_picture_of_as_many_tiles_as_its_option_says():
+  spec = _spec(Navigation(picture=8))
+  assert tile_of(spec, SMALL) == 28 and image_columns(spec, SMALL) == 64 + 2
+  assert tile_of(spec, LARGE) == 32 and tile_of(_spec(Navigation()), LARGE) == 32
+
+
+def test_prompts_about_rooms_speak_of_rooms():
+  spec = _spec(Navigation(colours=('red', 'blue')))
+  assert 'Each state is an image of the room.\n' in describe_task(spec, '||')
+  assert 'image' not in describe_task(_spec(Navigation(), None), '||')
+  told = describe_descriptions(spec, 'world_modeling')
+  assert (
+    told.startswith('\nTo describe a room,') and '"the red ball is D and F"' in told and '"midway" or "far"' in told
+  )
+  assert not describe_descriptions(spec, 'free_think')
+  assert '<observation>the room as you see it</observation>' in describe_form('world_modeling', shown_as='room')
+  assert '<prediction>the board after your actions</prediction>' in describe_form('world_modeling')
+
+
+@pytest.mark.slow
+def test_a_pool_shows_the_instruction_and_the_picture():
+  env = Navigation(dim=(6, 6), num_objects=3, picture=2)
+  pool = make_pool(_spec(env, 28), 2, 1, SMALL)
+  pool.reset(np.array([3, 4]), np.array([0, 0]))
+  for row, observation in enumerate(pool.render()):
+    text, image = observation[0], images_of(observation)[0]
+    name = env.object_names[pool.states.room.names[row, 0]]
+    assert written(observation).startswith(f'Find the {name}.\n') and isinstance(text, TextSegment)
+    assert image.shape == (56, 56, 3)
+  assert pool.picture(0).shape == (32, 32, 3)
+  before = pool.scenes([0, 1])
+  assert [scene.target for scene in before] == [env.object_names[n] for n in pool.states.room.names[:, 0]]
+  pool.step([[4], [6]])
+  turned, looked = pool.scenes([0, 1])
+  assert turned.heading == (before[0].heading + 1) % 4 and looked.heading == before[1].heading

@@ -92,7 +92,9 @@ def _pieces(text):
   return len(re.findall(r'\w+|[^\w\s]', text)) + 1
 
 
-@pytest.mark.parametrize('name', ['frozenlake_vision_ppo', 'sokoban_vision_ppo', 'vagen_frozenlake', 'vagen_sokoban'])
+@pytest.mark.parametrize(
+  'name', ['frozenlake_vision_ppo', 'sokoban_vision_ppo', 'vagen_frozenlake', 'vagen_sokoban', 'vagen_navigation']
+)
 def test_shipped_configs_have_room_for_complete_replies_in_every_form(name, caplog):
   config = load_config(name, flag='')
   (spec,) = build.env_specs(config, tuple(config.train.tags), (1,))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ragen_jax.agent.world_model.descriptions import describe, find_claims, read_claims, true_relations, write_claim
 from ragen_jax.agent.world_model.marks import HALF, RIGHT, WRONG, mark_description
 from ragen_jax.agent.world_model.state_reward import f1
-from ragen_jax.envs.scenes import KINDS, Scene
+from ragen_jax.envs.scenes import KINDS, RoomScene, Scene
 
 SCENE = Scene((2, 2), {'goal': ((0, 2),), 'hole': ((1, 1), (2, 4), (4, 2))})
 
@@ -75,3 +75,12 @@ def test_verdicts_add_up_to_the_score(goals, holes, claims):
         row, column = np.argwhere(read_claims(mark.truth)[kind])[0]
         assert (row == mark.claim.row) != (column == mark.claim.column)
   assert all(mark.verdict == WRONG for mark in marks if mark.claim.kind == 'box')
+
+
+def test_verdicts_on_rooms():
+  things = {'red ball': ((3, 5),), 'blue cube': ((4, 3),)}
+  scene = RoomScene((5, 5), things, heading=0, target='red ball', reach=4, kinds=('red ball', 'blue cube', 'red cube'))
+  marks, missing = mark_description('the red ball is ahead and far; the red cube is behind and near', scene)
+  assert [(mark.verdict, mark.truth) for mark in marks] == [(HALF, 'the red ball is ahead and near'), (WRONG, '')]
+  assert missing == ['the blue cube is ahead to the left and midway']
+  assert [mark.verdict for mark in mark_description(describe(scene), scene)[0]] == [RIGHT] * 2

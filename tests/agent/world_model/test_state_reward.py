@@ -17,7 +17,7 @@ from ragen_jax.agent.world_model.state_reward import (
   score_description,
   score_turn,
 )
-from ragen_jax.envs.scenes import Scene
+from ragen_jax.envs.scenes import RoomScene, Scene
 
 SETTINGS = ReplyRewardSettings(format_reward=0.5, state_reward=0.25, state_floor=0.4, state_place='turn')
 SCENE = Scene((2, 2), {'box': ((1, 2), (1, 1)), 'target': ((2, 4),)})
@@ -30,15 +30,18 @@ def random_scene(rng):
   return Scene(place(), {kind: tuple(place() for _ in range(rng.integers(1, 5))) for kind in kinds})
 
 
-def test_f1_is_that_of_the_best_assignment():
-  rng, halves = np.random.default_rng(0), 0
+@pytest.mark.parametrize('shape', [(3, 3), (8, 3)])
+def test_f1_is_that_of_the_best_assignment(shape):
+  rng, halves, places = np.random.default_rng(0), 0, shape[0] * shape[1]
   for _ in range(300):
-    claimed, true = rng.multinomial(rng.integers(8), [1 / 9] * 9), rng.multinomial(rng.integers(1, 8), [1 / 9] * 9)
-    claims, things = (np.repeat(np.arange(9), counts) for counts in (claimed, true))
-    agree = [np.divmod(claims, 3)[i][:, None] == np.divmod(things, 3)[i] for i in range(2)]
+    odds = [1 / places] * places
+    claimed, true = rng.multinomial(rng.integers(8), odds), rng.multinomial(rng.integers(1, 8), odds)
+    claims, things = (np.repeat(np.arange(places), counts) for counts in (claimed, true))
+    agree = [np.divmod(claims, shape[1])[i][:, None] == np.divmod(things, shape[1])[i] for i in range(2)]
     credit = (agree[0].astype(float) + agree[1]) / 2
     best = credit[linear_sum_assignment(credit, maximize=True)].sum()
-    assert f1(claimed.reshape(3, 3), true.reshape(3, 3)) == pytest.approx(2 * best / (len(claims) + len(things)))
+    score = f1(claimed.reshape(shape), true.reshape(shape))
+    assert score == pytest.approx(2 * best / (len(claims) + len(things)))
     halves += best % 1 > 0
   assert halves > 50
 
@@ -52,6 +55,32 @@ def test_the_true_description_scores_one_in_any_order():
     # Whatever is left out, doubled or wrong lowers the score.
     assert score_description('; '.join(claims[1:]), scene) < 1
     assert score_description('; '.join([*claims, claims[0]]), scene) < 1
+
+
+@pytest.mark.parametrize(
+  ('text', 'score'),
+  [
+    (
+      'the red ball is ahead and near; the blue cube is behind to the left and far; the red post is behind and midway',
+      1,
+    ),
+    ('the red ball is ahead and near', 1 / 2),
+    ('the Red Ball is ahead and far', 1 / 4),
+    ('the red ball is to the left and far', 0),
+    ('the blue cube is behind to the left and far; the red post is behind and midway', 1 / 2),
+    # The names of two things are swapped; what is not there lowers the score, and the words of boards are no claims.
+    ('the red ball is ahead and near; the red post is behind to the left and far', 1 / 2),
+    ('the red ball is ahead and near; the blue ball is ahead and near', 1 / 2.5),
+    ('the red ball is ahead and near; the box is above and to the left', 1 / 2),
+    ('the red ball is ahead and near; the red ball is ahead and near', 1 / 2 * 2 / 3),
+  ],
+)
+def test_the_target_of_a_room_weighs_as_much_as_the_rest(text, score):
+  things = {'red ball': ((5, 7),), 'blue cube': ((2, 1),), 'red post': ((5, 1),)}
+  kinds = ('red ball', 'blue ball', 'red cube', 'blue cube', 'red post')
+  # The player looks to the right on the map.
+  scene = RoomScene((5, 5), things, heading=1, target='red ball', reach=4, kinds=kinds)
+  assert score_description(text, scene) == pytest.approx(score)
 
 
 def test_wrong_and_empty_descriptions_score_nothing():
