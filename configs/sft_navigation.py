@@ -2,6 +2,8 @@
 
 python main.py --mode=sft --config=configs/sft_navigation.py
 python main.py --config=configs/navigation_vision_ppo.py --config.model.path=runs/sft_navigation/model
+
+Not run to its end yet.
 """
 
 from configs import navigation_vision_ppo

@@ -92,12 +92,12 @@ def check_parts(config: ConfigDict) -> None:
 
 
 def parts_of_one_source(config: ConfigDict) -> list[tuple[str, str]]:
-  """Pairs of a training tag and an evaluation tag that play the train part and the test part of one source."""
-  parts = {
-    split: [tag for tag in tags if config.envs[tag].get('split') == split]
-    for split, tags in (('train', config.train.tags), ('test', config.eval.tags))
-  }
-  pairs = [(train, test) for test in parts['test'] for train in parts['train']]
+  """Pairs of a training tag and an evaluation tag that play the train part and a held-out part of one source."""
+  played, held_out = (
+    [tag for tag in tags if config.envs[tag].get('split') in splits]
+    for splits, tags in ((('train',), config.train.tags), (('validation', 'test'), config.eval.tags))
+  )
+  pairs = [(train, test) for test in held_out for train in played]
   names = ('type', 'path', 'generator', 'hub')
   return [(a, b) for a, b in pairs if all(config.envs[a].get(name) == config.envs[b].get(name) for name in names)]
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from ragen_jax.config.checks import check_config, check_sft
-from ragen_jax.config.run_checks import check_eval, check_levels, check_parts, check_replies
+from ragen_jax.config.run_checks import check_eval, check_levels, check_parts, check_replies, parts_of_one_source
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import assert_refused, small_config
 
@@ -253,3 +253,10 @@ def test_the_parts_of_a_data_set_have_the_same_options(option, value):
   assert_refused(check_parts, config, rf'^envs\.DatasetTest\.{option}=.*: must equal envs\.Dataset\.{option}=')
   config.envs.Dataset.split = 'all'
   check_parts(config)
+
+
+def test_rooms_of_both_held_out_parts_belong_to_the_training_rooms():
+  tags = ('NavigationTest', 'FrozenLake', 'NavigationValidation')
+  config = small_config(train__tags=('Navigation',), eval__tags=tags)
+  assert parts_of_one_source(config) == [('Navigation', 'NavigationTest'), ('Navigation', 'NavigationValidation')]
+  assert parts_of_one_source(small_config(train__tags=('NavigationTest',), eval__tags=tags)) == []
