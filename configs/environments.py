@@ -495,19 +495,24 @@ def _like(env: ConfigDict, **changes) -> ConfigDict:
 
 def follow(envs: ConfigDict) -> None:
   """Lets the fields of each held-out tag that equal those of its training tag follow them when they change."""
-  for tag, other in HELD_OUT.items():
-    _follow(envs[tag], envs[other])
+  for other in dict.fromkeys(HELD_OUT.values()):
+    _follow([envs[tag] for tag, source in HELD_OUT.items() if source == other], envs[other])
 
 
-def _follow(env: ConfigDict, other: ConfigDict) -> None:
+def _follow(held_out: list[ConfigDict], other: ConfigDict) -> None:
   for name, value in other.items():
     if isinstance(value, ConfigDict) and value:
-      _follow(env[name], value)
-    elif isinstance(value, ConfigDict) and not env[name]:
-      env[name] = value  # the same object, which both tags fill
+      _follow([env[name] for env in held_out], value)
+    elif isinstance(value, ConfigDict):
+      for env in held_out:
+        if not env[name]:
+          env[name] = value  # the same object, which all tags fill
   # As `get_oneway_ref` does for one field, which walks through all sections each time.
   with other.ignore_type():
     for name, value in other.items():
-      if not isinstance(value, ConfigDict) and env[name] == value:
-        reference = other[name] = FieldReference(value)
-        env[name] = reference.identity()
+      if not isinstance(value, ConfigDict) and any(env[name] == value for env in held_out):
+        reference = FieldReference(value)
+        for env in held_out:
+          if env[name] == value:
+            env[name] = reference.identity()
+        other[name] = reference

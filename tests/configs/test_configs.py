@@ -149,6 +149,16 @@ def test_the_shipped_configs_can_run(name):
     assert tag is None or (config.train.tags == (tag,) and tag in config.eval.tags)
 
 
+def test_two_held_out_tags_follow_one_training_tag():
+  config = default.get_config()
+  config.envs.NavigationTest.fov = 80.0
+  config.envs.Navigation.fov, config.envs.Navigation.colours = 70.0, ('red', 'blue')
+  for tag, split, fov in (('NavigationValidation', 'validation', 70.0), ('NavigationTest', 'test', 80.0)):
+    env = config.envs[tag]
+    assert (env.split, env.fov, env.colours) == (split, fov, ('red', 'blue'))
+  assert config.envs.Navigation.split == 'train'
+
+
 def test_held_out_tags_follow_their_training_tags():
   config = default.get_config('qwen2.5-0.5b')
   config.envs.Dataset.path, config.envs.Dataset.fields.question = 'mine.jsonl', 'problem'
