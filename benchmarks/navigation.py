@@ -1,10 +1,12 @@
-"""What play that does not look reaches on Navigation, beside the exact solver. Writes a JSON file.
+"""What play and descriptions that do not look reach on Navigation, beside the exact solver. Writes a JSON file.
 
   python benchmarks/navigation.py [--levels=512] [--output=benchmarks/results/navigation.json]
 
 `forward` walks ahead only, `random` draws each action, and `sweep` repeats one sequence, the best of `SWEEPS` on as
 many training rooms. All are measured on rooms of the test part, within the actions of the budget. The rule of distance
-is VAGEN's, where the target need not be in view. The numbers do not depend on the machine.
+is VAGEN's, where the target need not be in view. `another room` is the mean score of the true description of the next
+level, `constant claim` the best mean score of one claim about the target, whose name the instruction tells, that is the
+same for all levels. The numbers do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from configs import navigation_vision_ppo  # noqa: E402
 from ragen_jax import build  # noqa: E402
+from ragen_jax.agent.world_model.descriptions import describe, write_claim  # noqa: E402
+from ragen_jax.agent.world_model.state_reward import score_description  # noqa: E402
 from ragen_jax.envs.base import Budget  # noqa: E402
 from ragen_jax.envs.navigation import Navigation  # noqa: E402
 
@@ -61,11 +65,24 @@ def measure(env: Navigation, budget: Budget, count: int) -> dict[str, Any]:
     'sweep': repeated[best],
   }
   found = {way: round(float(play(test, actions).mean()), 3) for way, actions in ways.items()}
-  solution = env.solve(jax.device_get(test), budget)
+  states = jax.device_get(test)
   return found | {
-    'solver': round(float(solution.success.mean()), 3),
+    'solver': round(float(env.solve(states, budget).success.mean()), 3),
+    'descriptions': _descriptions(env, states),
     'actions of the sweep': [env.action_names[action] for action in SWEEPS[best]],
   }
+
+
+def _descriptions(env: Navigation, states: Any) -> dict[str, float]:
+  """Mean scores of descriptions that do not look."""
+  scenes, words = env.scenes(states), env.scene_words
+  others = [score_description(describe(other), own) for other, own in zip(scenes[1:] + scenes[:1], scenes, strict=True)]
+  claims = [
+    [score_description(write_claim(scene.target, *place, words), scene) for scene in scenes]
+    for place in itertools.product(*map(range, words.shape))
+  ]
+  means = np.mean(claims, axis=1)
+  return {'another room': round(float(np.mean(others)), 3), 'constant claim': round(float(means.max()), 3)}
 
 
 def _levels(env: Navigation, count: int) -> Any:

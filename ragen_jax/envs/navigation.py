@@ -20,7 +20,8 @@ from ragen_jax.envs import base
 from ragen_jax.envs.drawing import navigation as drawing
 from ragen_jax.envs.drawing.tiles import IMAGE_MARK, PICTURE_TILE, check_tile
 from ragen_jax.envs.navigation_rooms import SPLITS, Room, draw_room, no_room
-from ragen_jax.envs.navigation_view import DIRECTIONS, KINDS, LEVEL, TILTS, can_be_seen, in_view, offsets
+from ragen_jax.envs.navigation_texts import free_steps, write_place, write_state
+from ragen_jax.envs.navigation_view import KINDS, LEVEL, TILTS, can_be_seen, in_view, offsets, poses_after
 from ragen_jax.envs.options import check_choice, check_flag, check_integer, is_number
 from ragen_jax.envs.scenes import RoomScene, Vocabulary, room_vocabulary
 from ragen_jax.envs.solvers import navigation as solver
@@ -31,10 +32,6 @@ _NAMES = {
     'move_forward', 'move_backward', 'move_right', 'move_left', 'turn_right', 'turn_left', 'look_up', 'look_down',
   ),
 }  # fmt: skip
-# Of each action: the direction of its step, in quarter turns to the right of the heading, or None; its turn; its tilt.
-_STEPS = (0, 2, 1, 3, None, None, None, None)
-_TURNS = (0, 0, 0, 0, 1, -1, 0, 0)
-_TILTS = (0, 0, 0, 0, 0, 0, -1, 1)
 _STARTS = ('any', 'facing', 'away')
 # Heights in metres.
 _EYE, _CEILING = 1.0, 2.5
@@ -43,7 +40,6 @@ MAX_ATTEMPTS = 64
 _MOST_OBJECTS = 8
 # Rows of the smallest compiled program that looks at several states.
 _LEAST_ROWS = 16
-_GAZES = ('up', 'straight ahead', 'down', 'far down')
 
 
 @struct.dataclass
@@ -277,12 +273,11 @@ class Navigation(base.Environment):
   def _step(self, state: State, action: jax.Array, key: jax.Array) -> tuple[State, base.StepOutput]:
     del key
     room = jax.tree.map(jnp.asarray, state.room)
-    steps = jnp.asarray([step is not None for step in _STEPS])[action]
-    direction = (state.heading + jnp.asarray([step or 0 for step in _STEPS])[action]) % 4
-    player = jnp.where(steps, state.player + jnp.asarray(DIRECTIONS)[direction], state.player)
+    tilt, heading, *player = jnp.asarray(poses_after())[action, state.heading] + jnp.stack(
+      [state.tilt, 0, *state.player]
+    )
+    player, tilt = jnp.stack(player), tilt.clip(0, len(TILTS) - 1)
     player = jnp.where(room.taken[player[0], player[1]], state.player, player)
-    heading = (state.heading + jnp.asarray(_TURNS)[action]) % 4
-    tilt = (state.tilt + jnp.asarray(_TILTS)[action]).clip(0, len(TILTS) - 1)
     moved = (player != state.player).any() | (heading != state.heading) | (tilt != state.tilt)
     success = self._finds(room, player, heading, tilt)
     after = state.replace(
@@ -332,10 +327,9 @@ class Navigation(base.Environment):
     listed = self._listed(states)
     texts = []
     for i, instruction in enumerate(self._instructions(states)):
-      seen = '; '.join(f'the {name}, {_where(*place)}' for name, place in listed[i]) or 'no object'
-      free = ', '.join(f'{count} {way}' for way, count in self._free_steps(one(states, i)).items())
-      gaze = _GAZES[int(states.tilt[i])]
-      texts.append(f'{instruction}\nIn view: {seen}.\nFree steps: {free}.\nYou look {gaze}.')
+      state = one(states, i)
+      free = free_steps(state.room.walls, state.room.places, state.player, int(state.heading))
+      texts.append(write_state(instruction, listed[i], free, int(state.tilt)))
     return texts
 
   def captions(self, states: State) -> list[str]:
@@ -372,26 +366,12 @@ class Navigation(base.Environment):
       found.append([(self.object_names[state.room.names[k]], (int(ahead[k]), int(aside[k]))) for k in listed])
     return found
 
-  def _free_steps(self, state: State) -> dict[str, int]:
-    """How many steps a player can make in each direction."""
-    taken = np.array(state.room.walls)
-    taken[tuple(state.room.places.T)] = True
-    counts = {}
-    for way, turn in (('ahead', 0), ('right', 1), ('back', 2), ('left', 3)):
-      row, column = DIRECTIONS[(int(state.heading) + turn) % 4]
-      r, c = (int(x) for x in state.player)
-      count = 0
-      while not taken[r + row, c + column]:
-        r, c, count = r + row, c + column, count + 1
-      counts[way] = count
-    return counts
-
   def rationale(self, states: State) -> list[str]:
     """Where the target is, if it is in view."""
     thoughts = []
     for name, listed in zip(self._targets(states), self._listed(states), strict=True):
       place = dict(listed).get(name)
-      thoughts.append(f'The {name} is {_where(*place)}.' if place else f'The {name} is not in view.')
+      thoughts.append(f'The {name} is {write_place(*place)}.' if place else f'The {name} is not in view.')
     return thoughts
 
   def scenes(self, states: State) -> list[RoomScene]:
@@ -421,27 +401,12 @@ class Navigation(base.Environment):
     here = distance[(np.arange(count), states.tilt, states.heading, states.player[:, 0], states.player[:, 1])]
     left = np.minimum(budget.most_actions, self.max_steps - states.steps)
     success = np.where(states.done, states.success, here <= left).astype(np.float32)
-    return solver.NavigationSolution(distance, _pose_after, success, budget, self.max_steps, self.success_reward)
+    return solver.NavigationSolution(distance, success, budget, self.max_steps, self.success_reward)
 
 
 def one(states: State, i: int) -> State:
   """One state of a batch."""
   return jax.tree.map(lambda leaf: np.asarray(leaf)[i], states)
-
-
-def _where(ahead: int, aside: int) -> str:
-  """'3 ahead and 1 right', '2 ahead'; in steps."""
-  if not aside:
-    return f'{ahead} ahead'
-  return f'{ahead} ahead and {abs(aside)} {"right" if aside > 0 else "left"}'
-
-
-def _pose_after(action: int, tilt: int, heading: int, row: int, column: int) -> tuple[int, int, int, int]:
-  """The pose after an action that nothing blocks, as in the arguments."""
-  if _STEPS[action] is not None:
-    down, right = DIRECTIONS[(heading + _STEPS[action]) % 4]
-    row, column = row + down, column + right
-  return tilt + _TILTS[action], (heading + _TURNS[action]) % 4, row, column
 
 
 def _batched(function, env: Navigation, rows: Any) -> np.ndarray:

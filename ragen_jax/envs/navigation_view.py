@@ -1,4 +1,4 @@
-"""What the camera of Navigation sees: the silhouettes of objects, and which objects are in view, exactly.
+"""Poses in Navigation and what the camera sees: the silhouettes of objects, and which objects are in view, exactly.
 
 All lengths are in cells, heights too. The camera is at the middle of a cell, `eye` above the floor, and looks along the
 rows or columns. A thing `depth` cells ahead and `aside` cells to the right is at aside / depth on the picture, whose
@@ -9,6 +9,7 @@ silhouette that faces the camera in the middle of its cell.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -22,12 +23,32 @@ DIRECTIONS = ((-1, 0), (0, 1), (1, 0), (0, -1))
 TILTS = (-30, 0, 30, 60)
 LEVEL = TILTS.index(0)
 
+# Of each action: the direction of its step, in quarter turns to the right of the heading, or None; its turn; its tilt.
+_STEPS = (0, 2, 1, 3, None, None, None, None)
+_TURNS = (0, 0, 0, 0, 1, -1, 0, 0)
+_TILT_CHANGES = (0, 0, 0, 0, 0, 0, -1, 1)
+
 _RADIUS = 0.42
 _TOPS = (2 * _RADIUS, 0.76, 1.9, 1.3)
 _HALF_WIDTHS = (_RADIUS, 0.38, 0.16, _RADIUS)
 # Heights of the points by which an object is in view or not.
 _MIDDLES = (_RADIUS, 0.37, 0.93, 0.41)
 _TANGENTS = tuple(math.tan(math.radians(tilt)) for tilt in TILTS)
+
+
+@functools.cache
+def poses_after() -> np.ndarray:
+  """i32[8, 4, 4], for each action and heading: the change of the tilt, the new heading, the change of row and column.
+
+  Nothing blocks the action, and the tilt has no limits.
+  """
+  table = np.zeros((len(_STEPS), len(DIRECTIONS), 4), np.int32)
+  for action, step in enumerate(_STEPS):
+    for heading in range(4):
+      moved = (0, 0) if step is None else DIRECTIONS[(heading + step) % 4]
+      table[action, heading] = _TILT_CHANGES[action], (heading + _TURNS[action]) % 4, *moved
+  table.setflags(write=False)
+  return table
 
 
 def tangents() -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragen_jax.envs.base import Budget
-from ragen_jax.envs.navigation_view import DIRECTIONS
+from ragen_jax.envs.navigation_view import DIRECTIONS, poses_after
 from ragen_jax.envs.solvers.limits import count_actions
 
 # The distance of poses from which no play wins.
@@ -52,14 +52,12 @@ class NavigationSolution:
 
   Attributes:
     distance: i32[N, T, 4, R, C], see `distances`.
-    moves: function from (action, tilt, heading, row, column) to the pose after it, as the last four; walls aside.
     success: f32[N], 1 if the sequence fits into the budget and the game's own limit, else 0.
     max_steps: actions after which the game ends.
     reward: the reward of finding the target.
   """
 
   distance: np.ndarray
-  moves: Any
   success: np.ndarray
   budget: Budget
   max_steps: int
@@ -84,8 +82,8 @@ class NavigationSolution:
       return [0]
     actions = []
     while len(actions) < most and distance[pose] > 0:
-      for action in range(8):
-        after = self.moves(action, *pose)
+      for action, (tilted, heading, down, right) in enumerate(poses_after()[:, pose[1]].tolist()):
+        after = (pose[0] + tilted, heading, pose[2] + down, pose[3] + right)
         if 0 <= after[0] < distance.shape[0] and distance[after] < distance[pose]:
           actions.append(action)
           pose = after
