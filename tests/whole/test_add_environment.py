@@ -210,6 +210,6 @@ def test_an_iteration_of_which_nothing_could_be_reset_changes_nothing(server):
   assert jax.tree.all(jax.tree.map(np.array_equal, before, state.params))
   assert rollout_metrics(rollout, 2)['train/Elevator/env_errors'] == 1.0
   trainer.collect(state)
-  with pytest.raises(UserError, match='all 4 episodes of 3 consecutive rollouts.*in Elevator: .*got no answer') as raised:
+  with pytest.raises(UserError, match=r'all 4 episodes of 3 consecutive rollouts.*Elevator: .*got no answer') as raised:
     trainer.collect(state)
   assert raised.value.everywhere
