@@ -149,8 +149,11 @@ def compute_dtype(config: ConfigDict) -> Any:
 
 def lora_config(config: ConfigDict) -> lora.LoraConfig | None:
   """The adapters of `config.lora`; None if they are off. Raises UserError if a target is unknown."""
+  known = lora.TARGETS + lora.LINEAR_TARGETS
+  if config.lora.rank:
+    known = lora.targets(presets.shape(config.model.preset, config.model.path))
   try:
-    targets = lora.parse_targets(config.lora.targets)
+    targets = lora.parse_targets(config.lora.targets, known)
   except ValueError as e:
     raise UserError(f'lora.targets={config.lora.targets!r}: {e}') from e
   return lora.LoraConfig(config.lora.rank, config.lora.alpha, targets) if config.lora.rank else None

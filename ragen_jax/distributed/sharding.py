@@ -27,6 +27,12 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r'(gate|up)_proj/kernel$', ('fsdp', 'tensor')),  # [D, F]
   (r'down_proj/kernel$', ('tensor', 'fsdp')),  # [F, D]
   (r'lm_head/kernel$', ('fsdp', 'tensor')),  # [D, V]
+  # Linear attention: heads of keys with their channels, or heads of values.
+  (r'in_proj_(qkv|z)/kernel$', ('fsdp', 'tensor', None)),  # [D, heads, channels]
+  (r'in_proj_[ab]/kernel$', ('fsdp', 'tensor')),  # [D, heads]
+  (r'out_proj/kernel$', ('tensor', None, 'fsdp')),  # [heads, W, D]
+  (r'conv1d$', ('tensor', None, None)),  # [heads, channels, taps]
+  (r'(A_log|dt_bias)$', ('tensor',)),  # [heads]
   # Vision towers, with U for their width.
   (r'patch_embed/proj/kernel$', (None, 'fsdp')),  # [values of a patch, U]
   (r'pos_embed$', (None, 'fsdp')),  # [positions, U]
@@ -42,7 +48,11 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r'(gate|up)_proj/adapter/lora_a$', ('fsdp', None)),  # [D, r]
   (r'(gate|up)_proj/adapter/lora_b$', (None, 'tensor')),  # [r, F]
   (r'down_proj/adapter/lora_a$', ('tensor', None)),  # [F, r]
-  (r'(o|down)_proj/adapter/lora_b$', (None, 'fsdp')),  # [r, D]
+  (r'(o|down|out)_proj/adapter/lora_b$', (None, 'fsdp')),  # [r, D]
+  (r'in_proj_\w+/adapter/lora_a$', ('fsdp', None)),  # [D, r]
+  (r'in_proj_(qkv|z)/adapter/lora_b$', (None, 'tensor', None)),  # [r, heads, channels]
+  (r'in_proj_[ab]/adapter/lora_b$', (None, 'tensor')),  # [r, heads]
+  (r'out_proj/adapter/lora_a$', ('tensor', None, None)),  # [heads, W, r]
 )
 
 

@@ -13,6 +13,9 @@ from jax.sharding import Mesh
 
 from ragen_jax.distributed.sharding import exchanged, gathered
 
+# Parts of the names of weights that are used in fp32: norms, and the decays of linear attention.
+_KEEP_TYPE = ('norm', 'A_log', 'dt_bias')
+
 
 def fan_in_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
   """Gaussian initial values with standard deviation 1/sqrt(fan_in).
@@ -23,16 +26,19 @@ def fan_in_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: An
 
 
 class RMSNorm(nnx.Module):
-  """x / rms(x) * weight over the last axis, in fp32."""
+  """x / rms(x) * (offset + weight) over the last axis, in fp32."""
 
-  def __init__(self, size: int, eps: float, param_dtype: Any):
-    self.weight = nnx.Param(jnp.ones((size,), param_dtype))
+  def __init__(self, size: int, eps: float, param_dtype: Any, offset: int = 0):
+    """At first, x is multiplied by 1. `offset` is 1 for models that store the factor's difference from 1."""
+    self.weight = nnx.Param(jnp.full((size,), 1 - offset, param_dtype))
     self.eps = eps
+    self.offset = offset
 
   def __call__(self, x: jax.Array) -> jax.Array:
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-    return (x32 * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+    weight = self.weight[...].astype(jnp.float32)
+    return (x32 * (self.offset + weight if self.offset else weight)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -86,8 +92,10 @@ class Projection(nnx.Module):
     return y.reshape(batch + self.outputs)
 
 
-def fused_projection(x: jax.Array, projections: list[Projection]) -> list[jax.Array]:
-  """Several projections of one input as a single matrix product: [..., D] -> [..., *outputs] for each projection."""
+def project(x: jax.Array, projections: list[Projection], *, fused: bool) -> list[jax.Array]:
+  """Several projections of one input: [..., D] -> [..., *outputs] for each; as a single matrix product if `fused`."""
+  if not fused:
+    return [projection(x) for projection in projections]
   kernel = jnp.concatenate([p.matrix(x.dtype) for p in projections], axis=1)
   batch, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
   y = x @ kernel
@@ -112,36 +120,47 @@ def scan_layers(
   mesh: Mesh | None,
   checkpoint: Callable[[Callable], Callable] | None,
   inputs: jax.Array | None = None,
+  period: int = 1,
 ) -> jax.Array:
-  """`x = run(layer, x, inputs[i])` for each layer i, of one structure, as one loop over their weights; gives x.
+  """`x = run(layer, x, inputs[i])` for each layer i, as one loop over their weights; gives x.
 
-  The weights are stored layer by layer and stacked here, in the type of the computations, which is half the copy. A
-  norm's stay as they are: it computes in fp32. `x` has the type of the computations, too.
+  The weights are stored layer by layer and stacked here, in the type of the computations, which is half the copy. Those
+  of `_KEEP_TYPE` stay as they are: they are used in fp32. `x` has the type of the computations, too.
 
   Args:
     run: a layer, its input and its part of `inputs` -> its output, of the same shape and type as its input.
     mesh: the devices over which the weights are gathered and their gradients exchanged; None for one device.
-    checkpoint: applied to the body of the loop, to compute parts of it again in the backward pass; None keeps all.
-    inputs: [layers, ...]; None gives each layer None.
+    checkpoint: applied to each layer in the body of the loop, to compute parts of it again in the backward pass; None
+      keeps all.
+    inputs: [layers, ...]; None gives each layer None. Not with a `period` above 1.
+    period: layers that one turn of the loop runs; layers i and i + `period` have one structure, and it divides them.
   """
-  parts = [nnx.split(layer) for layer in layers]
-  graphdef = parts[0][0]
 
   def stack(path, *weights):
-    is_norm = any('norm' in str(getattr(p, 'key', '')) for p in path)
-    return jnp.stack([w if is_norm else w.astype(x.dtype) for w in weights])
+    keep = any(name in str(getattr(p, 'key', '')) for p in path for name in _KEEP_TYPE)
+    return jnp.stack([w if keep else w.astype(x.dtype) for w in weights])
 
-  stacked = jax.tree_util.tree_map_with_path(stack, *(weights for _, weights in parts))
-  if mesh is not None:
-    stacked = gathered(stacked, mesh, stacked=True)  # one exchange for all layers, without a copy into the stack
-
-  def body(x, of_layer):
-    weights, own = of_layer
+  graphdefs, stacks = [], []
+  for first in range(period):
+    parts = [nnx.split(layer) for layer in layers[first::period]]
+    stacked = jax.tree_util.tree_map_with_path(stack, *(weights for _, weights in parts))
     if mesh is not None:
-      weights = exchanged(weights, mesh)
-    return run(nnx.merge(graphdef, weights), x, own), None
+      stacked = gathered(stacked, mesh, stacked=True)  # one exchange for all layers, without a copy into the stack
+    graphdefs.append(parts[0][0])
+    stacks.append(stacked)
 
-  return jax.lax.scan(body if checkpoint is None else checkpoint(body), x, (stacked, inputs))[0]
+  def body(x, of_layers):
+    weights, own = of_layers
+    for graphdef, of_layer in zip(graphdefs, weights, strict=True):
+
+      def one(x, of_layer, own, graphdef=graphdef):
+        of_layer = of_layer if mesh is None else exchanged(of_layer, mesh)
+        return run(nnx.merge(graphdef, of_layer), x, own)
+
+      x = (one if checkpoint is None else checkpoint(one))(x, of_layer, own)
+    return x, None
+
+  return jax.lax.scan(body, x, (tuple(stacks), inputs))[0]
 
 
 class Frozen(nnx.Param):

@@ -21,9 +21,11 @@ from jax.sharding import Mesh
 
 from ragen_jax.distributed.sharding import trained_shardings, tree_shardings
 from ragen_jax.models.layers import Frozen, Projection
-from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen import Qwen, QwenConfig
 
 TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
+# Those of linear attention, which only some models have.
+LINEAR_TARGETS = ('in_proj_qkv', 'in_proj_z', 'in_proj_b', 'in_proj_a', 'out_proj')
 ALL_LINEAR = 'all-linear'
 
 # The attribute of `Qwen` that holds the vision tower.
@@ -34,7 +36,7 @@ _LEAVES = ('lora_a', 'lora_b')
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-  """The adapters of a model: their rank r and alpha, and the projections that have them, in the order of `TARGETS`."""
+  """The adapters of a model: their rank r and alpha, and the projections that have them, in the order of `targets`."""
 
   rank: int
   alpha: int | float
@@ -46,18 +48,23 @@ class LoraConfig:
     return self.alpha / self.rank
 
 
-def parse_targets(text: str) -> tuple[str, ...]:
+def targets(cfg: QwenConfig) -> tuple[str, ...]:
+  """The projections that can have adapters in models of this shape."""
+  return TARGETS if cfg.linear is None else TARGETS + LINEAR_TARGETS
+
+
+def parse_targets(text: str, known: tuple[str, ...] = TARGETS) -> tuple[str, ...]:
   """Parses `lora.targets`: 'all-linear' (every projection, as in PEFT), or names such as 'q_proj,v_proj'.
 
-  The result is in the order of `TARGETS`.
+  The result is in the order of `known`, the `targets` of the model.
 
   Raises:
     ValueError: a name is unknown, or there is none.
   """
-  names = TARGETS if text == ALL_LINEAR else tuple(name.strip() for name in text.split(',') if name.strip())
-  if not names or set(names) - set(TARGETS):
-    raise ValueError(f'allowed: {ALL_LINEAR}, or some of {", ".join(TARGETS)} with commas between them')
-  return tuple(name for name in TARGETS if name in names)
+  names = known if text == ALL_LINEAR else tuple(name.strip() for name in text.split(',') if name.strip())
+  if not names or set(names) - set(known):
+    raise ValueError(f'allowed: {ALL_LINEAR}, or some of {", ".join(known)} with commas between them')
+  return tuple(name for name in known if name in names)
 
 
 class Adapter(nnx.Module):
@@ -88,8 +95,9 @@ def attach(model: Qwen, config: LoraConfig, rngs: nnx.Rngs) -> None:
 def _projections(model: Qwen) -> Iterator[tuple[tuple[Any, ...], Projection]]:
   """Yields (path, projection) of all layers; a path is such as ('layers', 0, 'self_attn', 'q_proj')."""
   for i, layer in enumerate(model.layers):
-    for block, module in (('self_attn', layer.self_attn), ('mlp', layer.mlp)):
-      for name in TARGETS:
+    for block in ('self_attn', 'linear_attn', 'mlp'):
+      module = getattr(layer, block, None)
+      for name in targets(model.cfg):
         if hasattr(module, name):
           yield ('layers', i, block, name), getattr(module, name)
 

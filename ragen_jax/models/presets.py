@@ -7,7 +7,8 @@ import os
 from typing import Any
 
 from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, read_config
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.linear_attention import LinearConfig
+from ragen_jax.models.qwen import FULL, LINEAR, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig, read_processor
@@ -32,6 +33,11 @@ PRESETS = {
   'qwen3-1.7b': 'Qwen/Qwen3-1.7B',
   'qwen3-4b': 'Qwen/Qwen3-4B',
   'qwen3-8b': 'Qwen/Qwen3-8B',
+  'qwen3.5-0.8b': 'Qwen/Qwen3.5-0.8B',
+  'qwen3.5-2b': 'Qwen/Qwen3.5-2B',
+  'qwen3.5-4b': 'Qwen/Qwen3.5-4B',
+  'qwen3.5-9b': 'Qwen/Qwen3.5-9B',
+  'qwen3.5-27b': 'Qwen/Qwen3.5-27B',
   'llama3.2-1b': 'meta-llama/Llama-3.2-1B',
   'llama3.2-1b-instruct': 'meta-llama/Llama-3.2-1B-Instruct',
   'llama3.2-3b': 'meta-llama/Llama-3.2-3B',
@@ -55,6 +61,21 @@ _QWEN2_7B = QwenConfig(
   head_dim=128, tie_word_embeddings=False,
 )  # fmt: skip
 _QWEN3 = QwenConfig(architecture='qwen3', num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
+# Embeddings are padded beyond 248,077 tokens.
+_QWEN3_5_0_8B = QwenConfig(
+  architecture='qwen3_5', vocab_size=248320, hidden_size=1024, intermediate_size=3584, num_layers=24, num_heads=8,
+  num_kv_heads=2, head_dim=256, rope_theta=1e7, rope_width=64, rope_sections=(11, 11, 10), rope_interleaved=True,
+  layer_kinds=(LINEAR, LINEAR, LINEAR, FULL) * 6,
+  linear=LinearConfig(key_heads=16, value_heads=16, key_dim=128, value_dim=128, taps=4),
+)  # fmt: skip
+_QWEN3_5_4B = dataclasses.replace(
+  _QWEN3_5_0_8B, hidden_size=2560, intermediate_size=9216, num_layers=32, num_heads=16, num_kv_heads=4,
+  layer_kinds=(LINEAR, LINEAR, LINEAR, FULL) * 8, linear=dataclasses.replace(_QWEN3_5_0_8B.linear, value_heads=32),
+)  # fmt: skip
+_QWEN3_5_27B = dataclasses.replace(
+  _QWEN3_5_4B, hidden_size=5120, intermediate_size=17408, num_layers=64, num_heads=24, tie_word_embeddings=False,
+  layer_kinds=(LINEAR, LINEAR, LINEAR, FULL) * 16, linear=dataclasses.replace(_QWEN3_5_4B.linear, value_heads=48),
+)  # fmt: skip
 _LLAMA3_2_1B = QwenConfig(
   architecture='llama', vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32,
   num_kv_heads=8, rope_theta=5e5, rms_norm_eps=1e-5,
@@ -111,6 +132,11 @@ _SHAPES = {
   'qwen3-1.7b': _QWEN3_1_7B,
   'qwen3-4b': _QWEN3_4B,
   'qwen3-8b': _QWEN3_8B,
+  'qwen3.5-0.8b': _QWEN3_5_0_8B,
+  'qwen3.5-2b': dataclasses.replace(_QWEN3_5_0_8B, hidden_size=2048, intermediate_size=6144),
+  'qwen3.5-4b': _QWEN3_5_4B,
+  'qwen3.5-9b': dataclasses.replace(_QWEN3_5_4B, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
+  'qwen3.5-27b': _QWEN3_5_27B,
   'llama3.2-1b': _LLAMA3_2_1B,
   'llama3.2-1b-instruct': _LLAMA3_2_1B,
   'llama3.2-3b': _LLAMA3_2_3B,

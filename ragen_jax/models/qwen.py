@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3 (dense) and Llama decoders in Flax NNX.
+"""Qwen2, Qwen2.5, Qwen3 and Qwen3.5 (dense) and Llama decoders in Flax NNX.
 
 Parameters have the names of Hugging Face checkpoints (`layers.0.self_attn.q_proj`, ...), with heads as separate axes:
 a projection's kernel is [D, N, H] instead of [D, N*H], so that heads can be divided over a mesh axis. Sources: the
@@ -17,14 +17,18 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from ragen_jax.distributed.sharding import SamplingLayout, look_up, row_sharding
-from ragen_jax.models import trees
+from ragen_jax.models import linear_attention, trees
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, attend_to_heads, by_heads, causal, is_kept
-from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, fused_projection, scan_layers
+from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, project, scan_layers
+from ragen_jax.models.linear_attention import GatedDeltaNet, LinearConfig, RecurrentState
 from ragen_jax.models.rotary import Llama3Scaling, frequency_axes, rotary
 from ragen_jax.models.vision import features as image_features
 from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.tower import Features, VisionTower
 from ragen_jax.utils.errors import UserError
+
+# Kinds of layers, by the names of Hugging Face: attention to all columns before, or the memory of `linear_attention`.
+FULL, LINEAR = 'full_attention', 'linear_attention'
 
 # Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
 # bound by launch overhead. For wide models, joining the kernels would only copy weights.
@@ -49,13 +53,18 @@ class QwenConfig:
   which divides N, and `head_dim` H, which is even.
 
   Attributes:
-    architecture: 'qwen2' (q/k/v biases), 'qwen3' (RMS norm of each head's q and k, no biases) or 'llama' (neither).
+    architecture: 'qwen2' (q/k/v biases), 'qwen3' (RMS norm of each head's q and k, no biases), 'qwen3_5' (the same, an
+      output gate of attention, norms that store their factor's difference from 1) or 'llama' (none of these).
     vocab_size: V, rows of the embedding; checkpoints pad it beyond the tokenizer's size.
     rope_theta: base of the wavelengths of the rotary embedding.
     rope_scaling: how the wavelengths are stretched; None for no scaling.
-    rope_sections: frequencies of the rotary embedding on each axis of an image's positions; () for text models.
+    rope_sections: frequencies of the rotary embedding on each axis of an image's positions; () for models that never
+      read images.
     rope_interleaved: whether the axes take turns among the frequencies, see `rotary.frequency_axes`.
     vision: the shape of the tower that reads images; None for text models.
+    rope_width: numbers of a head that the rotary embedding rotates, the first ones; 0 for all.
+    layer_kinds: `FULL` or `LINEAR` of each layer; () if all have full attention.
+    linear: the shape of the linear attention; None if no layer has it.
   """
 
   architecture: str = 'qwen2'
@@ -73,10 +82,35 @@ class QwenConfig:
   rope_interleaved: bool = False
   vision: VisionConfig | None = None
   rope_scaling: Llama3Scaling | None = None
+  rope_width: int = 0
+  layer_kinds: tuple[str, ...] = ()
+  linear: LinearConfig | None = None
+
+  def __post_init__(self):
+    if self.layer_kinds and len(self.layer_kinds) != self.num_layers:
+      raise ValueError(f'layer_kinds={self.layer_kinds}: must be {self.num_layers}, one for each layer')
+    if (LINEAR in self.layer_kinds) != (self.linear is not None):
+      raise ValueError(f'linear={self.linear}: goes with layer_kinds that have {LINEAR!r}, not {self.layer_kinds}')
+
+  @property
+  def kinds(self) -> tuple[str, ...]:
+    """The kind of each layer."""
+    return self.layer_kinds or (FULL,) * self.num_layers
+
+  @property
+  def full_layers(self) -> int:
+    """Number of layers with full attention, which have keys and values of all columns."""
+    return self.kinds.count(FULL)
+
+  @property
+  def period(self) -> int:
+    """After how many layers their kinds repeat, a divisor of their number."""
+    kinds, n = self.kinds, self.num_layers
+    return next(p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p))
 
   @property
   def rope_axes(self) -> tuple[int, ...]:
-    """The axis of each frequency of the rotary embedding; () for text models."""
+    """The axis of each frequency of the rotary embedding; () for models that never read images."""
     return frequency_axes(self.rope_sections, interleaved=self.rope_interleaved) if self.rope_sections else ()
 
   @property
@@ -85,7 +119,17 @@ class QwenConfig:
 
   @property
   def qk_norm(self) -> bool:
-    return self.architecture == 'qwen3'
+    return self.architecture in ('qwen3', 'qwen3_5')
+
+  @property
+  def output_gate(self) -> bool:
+    """Whether attention's output is multiplied by a gate, which `q_proj` computes behind each head's query."""
+    return self.architecture == 'qwen3_5'
+
+  @property
+  def norm_offset(self) -> int:
+    """What is added to the weights of norms."""
+    return int(self.architecture == 'qwen3_5')
 
 
 @struct.dataclass
@@ -96,10 +140,21 @@ class LayerCache:
   v: jax.Array
 
 
-def empty_cache(cfg: QwenConfig, dtype: Any, batch: int, size: int) -> tuple[LayerCache, ...]:
-  """The caches of all layers for `batch` rows of `size` columns."""
+def empty_cache(
+  cfg: QwenConfig, dtype: Any, batch: int, size: int, state_dtype: Any | None = None
+) -> tuple[LayerCache | RecurrentState, ...]:
+  """The caches of all layers for `batch` rows of `size` columns; `dtype` is that of keys and values.
+
+  `state_dtype` is that of activations, in which convolutions keep their last columns; None if it is the same.
+  """
   shape = (batch, size, cfg.num_kv_heads, cfg.head_dim)
-  return tuple(LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype)) for _ in range(cfg.num_layers))
+
+  def of(kind: str) -> LayerCache | RecurrentState:
+    if kind == FULL:
+      return LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    return linear_attention.empty_state(cfg.linear, batch, dtype if state_dtype is None else state_dtype)
+
+  return tuple(map(of, cfg.kinds))
 
 
 @struct.dataclass
@@ -113,6 +168,10 @@ class HeadsCache:
   v: jax.Array
 
 
+# What a layer keeps from call to call, by its kind.
+Cache = tuple[LayerCache | RecurrentState, ...]
+
+
 @struct.dataclass
 class CacheMask:
   """The columns that new columns attend to.
@@ -120,10 +179,13 @@ class CacheMask:
   Attributes:
     kept: bool[B, 1, S], columns of the cache; the same for all new columns. None without a cache.
     new: bool[B or 1, T, C], columns of the window.
+    fed: i32[B], how many of the new columns are the row's; linear attention leaves its state as it is in the others.
+      None for models without it.
   """
 
   kept: jax.Array | None
   new: jax.Array
+  fed: jax.Array | None = None
 
 
 def _is_costly(primitive: Any, *_: Any, attention: AttentionSettings, with_products: bool, **parameters: Any) -> bool:
@@ -141,25 +203,27 @@ class Attention(nnx.Module):
     d, n, k, h = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     self.cfg = cfg
     self.attention = attention
-    self.q_proj = Projection((d,), (n, h), bias=cfg.qkv_bias, param_dtype=param_dtype, rngs=rngs)
+    self.q_proj = Projection(
+      (d,), (n, 2 * h if cfg.output_gate else h), bias=cfg.qkv_bias, param_dtype=param_dtype, rngs=rngs
+    )
     self.k_proj = Projection((d,), (k, h), bias=cfg.qkv_bias, param_dtype=param_dtype, rngs=rngs)
     self.v_proj = Projection((d,), (k, h), bias=cfg.qkv_bias, param_dtype=param_dtype, rngs=rngs)
     self.o_proj = Projection((n, h), (d,), bias=False, param_dtype=param_dtype, rngs=rngs)
     if cfg.qk_norm:
-      self.q_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
-      self.k_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype)
+      self.q_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype, cfg.norm_offset)
+      self.k_norm = RMSNorm(h, cfg.rms_norm_eps, param_dtype, cfg.norm_offset)
     self.sampling: SamplingLayout | None = None  # see `Qwen.sample_on`
 
   def __call__(self, x, positions, mask, cache, window, column, seen_until=None):
-    if self.cfg.hidden_size < _FUSE_BELOW_WIDTH:
-      q, k, v = fused_projection(x, [self.q_proj, self.k_proj, self.v_proj])
-    else:
-      q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj], fused=self.cfg.hidden_size < _FUSE_BELOW_WIDTH)
     if self.sampling is not None:
       q, k, v = (self.sampling.without_padding(part, len(positions)) for part in (q, k, v))
+    gate = None
+    if self.cfg.output_gate:
+      q, gate = jnp.split(q, 2, axis=-1)
     if self.cfg.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
-    rope = (self.cfg.rope_theta, self.cfg.rope_axes, self.cfg.rope_scaling)
+    rope = (self.cfg.rope_theta, self.cfg.rope_axes, self.cfg.rope_scaling, self.cfg.rope_width)
     q, k = (rotary(x, positions, *rope) for x in (q, k))
     if window is not None:
       window = LayerCache(
@@ -171,12 +235,19 @@ class Attention(nnx.Module):
         out = attend_to_heads(q, window.k, window.v, mask.new, kept)
       else:
         out = attend(q, window.k, window.v, mask.new, kept, settings=self.attention)
+      out = _gated(out, gate)
       if self.sampling is not None and len(x) > len(out):
         out = self.sampling.padded(out)
       return self.o_proj(out), window
     if mask is None:
-      return self.o_proj(causal(q, k, v, seen_until, self.attention)), None
-    return self.o_proj(attend(q, k, v, mask, settings=self.attention)), None
+      out = causal(q, k, v, seen_until, self.attention)
+    else:
+      out = attend(q, k, v, mask, settings=self.attention)
+    return self.o_proj(_gated(out, gate)), None
+
+
+def _gated(out: jax.Array, gate: jax.Array | None) -> jax.Array:
+  return out if gate is None else out * jax.nn.sigmoid(gate)
 
 
 class MLP(nnx.Module):
@@ -193,25 +264,32 @@ class MLP(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     if self.sampling is not None:
       x = self.sampling.gathered(x)
-    if self.fused:
-      gate, up = fused_projection(x, [self.gate_proj, self.up_proj])
-    else:
-      gate, up = self.gate_proj(x), self.up_proj(x)
+    gate, up = project(x, [self.gate_proj, self.up_proj], fused=self.fused)
     y = self.down_proj(jax.nn.silu(gate) * up)
     return y if self.sampling is None else self.sampling.divided(y)
 
 
 class Layer(nnx.Module):
-  """One pre-norm decoder layer."""
+  """One pre-norm decoder layer, of one of the kinds of layers."""
 
-  def __init__(self, cfg: QwenConfig, *, attention: AttentionSettings, param_dtype: Any, rngs: nnx.Rngs):
-    self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
-    self.self_attn = Attention(cfg, attention=attention, param_dtype=param_dtype, rngs=rngs)
-    self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
+  def __init__(self, cfg: QwenConfig, kind: str, *, attention: AttentionSettings, param_dtype: Any, rngs: nnx.Rngs):
+    d, norm = cfg.hidden_size, (cfg.rms_norm_eps, param_dtype, cfg.norm_offset)
+    self.input_layernorm = RMSNorm(d, *norm)
+    if kind == LINEAR:
+      fused = d < _FUSE_BELOW_WIDTH
+      self.linear_attn = GatedDeltaNet(d, cfg.linear, cfg.rms_norm_eps, fused=fused, param_dtype=param_dtype, rngs=rngs)
+    else:
+      self.self_attn = Attention(cfg, attention=attention, param_dtype=param_dtype, rngs=rngs)
+    self.kind = kind
+    self.post_attention_layernorm = RMSNorm(d, *norm)
     self.mlp = MLP(cfg, param_dtype=param_dtype, rngs=rngs)
 
   def __call__(self, x, positions, mask, cache, window, column, seen_until=None):
-    y, window = self.self_attn(self.input_layernorm(x), positions, mask, cache, window, column, seen_until)
+    y = self.input_layernorm(x)
+    if self.kind == LINEAR:
+      y, window = self.linear_attn(y, window, None if window is None else mask.fed, seen_until)
+    else:
+      y, window = self.self_attn(y, positions, mask, cache, window, column, seen_until)
     x = x + y
     return x + self.mlp(self.post_attention_layernorm(x)), window
 
@@ -232,7 +310,7 @@ class Qwen(nnx.Module):
     self.cfg = cfg
     self.dtype = dtype
     self.attention = attention
-    self.scan_layers = cfg.num_layers >= _SCAN_FROM_LAYERS
+    self.scan_layers = cfg.num_layers >= _SCAN_FROM_LAYERS and cfg.period < cfg.num_layers
     # Set on a mesh: the layout of activations, rows divided. Without it the compiler may choose the layout of the
     # weights, and every device would compute all rows.
     self.activation_sharding: jax.sharding.NamedSharding | None = None
@@ -241,9 +319,9 @@ class Qwen(nnx.Module):
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
     self.layers = nnx.List(
-      [Layer(cfg, attention=attention, param_dtype=param_dtype, rngs=rngs) for _ in range(cfg.num_layers)]
+      [Layer(cfg, kind, attention=attention, param_dtype=param_dtype, rngs=rngs) for kind in cfg.kinds]
     )
-    self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype)
+    self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype, cfg.norm_offset)
     if not cfg.tie_word_embeddings:
       self.lm_head = Projection((cfg.hidden_size,), (cfg.vocab_size,), bias=False, param_dtype=param_dtype, rngs=rngs)
     if cfg.vision is None:
@@ -257,7 +335,8 @@ class Qwen(nnx.Module):
       self.activation_sharding = row_sharding(layout.mesh)
     self.sampling = layout
     for layer in self.layers:
-      layer.self_attn.sampling = layer.mlp.sampling = layout
+      mixer = layer.linear_attn if layer.kind == LINEAR else layer.self_attn
+      mixer.sampling = layer.mlp.sampling = layout
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """Token ids i32[B, T] -> embeddings [B, T, D]."""
@@ -291,14 +370,14 @@ class Qwen(nnx.Module):
       UserError: the model reads text only.
     """
     if self.visual is None:
-      raise UserError('the model reads text only (its config.json has no vision_config), and there are images')
+      raise UserError('the model reads text only, and there are images')
     return self.visual(patches, grid, remat=remat)
 
-  def cache_to_read(self, cache: tuple[LayerCache, ...]) -> tuple[LayerCache | HeadsCache, ...]:
+  def cache_to_read(self, cache: Cache) -> tuple[LayerCache | HeadsCache | RecurrentState, ...]:
     """A cache as calls with one new column of each row read it fastest; on CPUs it is a copy, so make it for many."""
     if not self.attention.by_row:
       return cache
-    return tuple(HeadsCache(*by_heads(layer.k, layer.v)) for layer in cache)
+    return tuple(HeadsCache(*by_heads(layer.k, layer.v)) if isinstance(layer, LayerCache) else layer for layer in cache)
 
   def _lay_out(self, x: jax.Array) -> jax.Array:
     return x if self.activation_sharding is None else jax.lax.with_sharding_constraint(x, self.activation_sharding)
@@ -309,13 +388,13 @@ class Qwen(nnx.Module):
     positions: jax.Array | None = None,
     *,
     mask: jax.Array | CacheMask | None = None,
-    cache: tuple[LayerCache | HeadsCache, ...] | None = None,
-    window: tuple[LayerCache, ...] | None = None,
+    cache: tuple[LayerCache | HeadsCache | RecurrentState, ...] | None = None,
+    window: Cache | None = None,
     column: jax.Array | int = 0,
     remat: str = 'none',
     seen_until: jax.Array | None = None,
     deepstack: jax.Array | None = None,
-  ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
+  ) -> tuple[jax.Array, Cache | None]:
     """Runs the layers: hidden states [B, T, D] after the last norm, and the updated window (None if there was none).
 
     Args:
@@ -323,13 +402,16 @@ class Qwen(nnx.Module):
       positions: i32[B, T], rotary positions, or i32[B, T, 3] on the axes of images; default 0..T-1 on all axes,
         or each column's depth in its tree (`seen_until`).
       mask: bool[B or 1, T, T], the columns that each column attends to. Without a window the default is causal, which
-        is sufficient for rows that are padded on the right. With a window it is a `CacheMask`, and required.
+        is sufficient for rows that are padded on the right; linear attention knows no other. With a window it is a
+        `CacheMask`, and required.
       cache: one `LayerCache` of S columns per layer, which is only read; it needs a window. A `HeadsCache` needs T = 1.
-      window: one `LayerCache` of C columns per layer; the T new columns are written at `column`.
+        Layers with linear attention do not read it.
+      window: one `LayerCache` of C columns per layer; the T new columns are written at `column`. In layers with linear
+        attention it is the `RecurrentState` before the new columns, and after them in the result.
       column: i32[], the first column of the window to write.
       remat: what the backward pass computes again, one of `REMAT`.
       seen_until: i32[B, T], see `models.trees`, if rows are packed. Without a mask and a window, columns attend to
-        those of their own sequence only.
+        those of their own sequence only. For linear attention the trees are without branches.
       deepstack: [B, n, T, D], added to the hidden states after each of the first n layers (DeepStack, arXiv
         2406.04334): features of images in their columns, zero in others.
     """
@@ -378,7 +460,9 @@ class Qwen(nnx.Module):
     # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
     again = functools.partial(jax.checkpoint, prevent_cse=False, policy=self._kept(remat))
     mesh = None if self.activation_sharding is None else self.activation_sharding.mesh
-    return scan_layers(layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again, inputs=deepstack)
+    return scan_layers(
+      layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again, inputs=deepstack, period=self.cfg.period
+    )
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Hidden states [..., D] -> logits f32[..., V], accumulated in fp32."""
@@ -393,6 +477,21 @@ class Qwen(nnx.Module):
       logits = jnp.einsum('...D,DV->...V', hidden, head, preferred_element_type=jnp.float32)
     return logits if self.sampling is None else self.sampling.without_padding(logits, rows)
 
-  def init_cache(self, batch: int, size: int, dtype: Any | None = None) -> tuple[LayerCache, ...]:
-    """An empty cache for `batch` rows of `size` columns; the default type is that of activations."""
-    return empty_cache(self.cfg, dtype or self.dtype, batch, size)
+  def init_cache(self, batch: int, size: int, dtype: Any | None = None) -> Cache:
+    """An empty cache for `batch` rows of `size` columns; the default type of keys and values is that of activations."""
+    return empty_cache(self.cfg, dtype or self.dtype, batch, size, self.dtype)
+
+  def begin_window(self, cache: Cache, columns: int, count: jax.Array) -> Cache:
+    """A window of `columns` columns behind rows of `count` i32[B] columns: empty, but for the states of the rows.
+
+    A row without columns has an empty state, whatever the cache holds.
+    """
+    window = self.init_cache(len(count), columns)
+
+    def state(kept: RecurrentState, empty: RecurrentState) -> RecurrentState:
+      return jax.tree.map(
+        lambda x, zeros: jnp.where(count.reshape(-1, *(1,) * (x.ndim - 1)) > 0, x, zeros), kept, empty
+      )
+
+    pairs = zip(cache, window, strict=True)
+    return tuple(new if isinstance(new, LayerCache) else state(kept, new) for kept, new in pairs)

@@ -50,13 +50,18 @@ def rotary(
   theta: float,
   axes: tuple[int, ...] = (),
   scaling: Llama3Scaling | None = None,
+  width: int = 0,
 ) -> jax.Array:
   """Rotary embedding of queries or keys [B, T, heads, H], halves convention; the result has the type of `x`.
 
   `positions` are i32[B, T], or i32[B, T, AXES] if columns have a position on each axis. Each of the H/2 frequencies
   then reads its position from one of `axes`, see `frequency_axes`; a column with equal positions is rotated like one
-  with a single position. `frequencies` describes `theta` and `scaling`.
+  with a single position. `frequencies` describes `theta` and `scaling`. With a `width` above 0, only the first `width`
+  numbers of a head are rotated, as a head of this width would be.
   """
+  if width and width < x.shape[-1]:
+    turned = rotary(x[..., :width], positions, theta, axes, scaling)
+    return jnp.concatenate([turned, x[..., width:]], axis=-1)
   angles_of_one = frequencies(x.shape[-1] // 2, theta, scaling)  # [H/2]
   if positions.ndim == 2:
     angles = positions[..., None].astype(jnp.float32) * angles_of_one  # [B, T, H/2]

@@ -13,9 +13,11 @@ from flax import nnx
 
 from ragen_jax.models import lora
 from ragen_jax.models.attention import EINSUM, AttentionSettings
+from ragen_jax.models.checkpoint import linear_config
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import weights
-from ragen_jax.models.qwen import CacheMask, Qwen, QwenConfig
+from ragen_jax.models.linear_attention import LinearConfig
+from ragen_jax.models.qwen import FULL, LINEAR, CacheMask, Qwen, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.draw import GREEDY
@@ -60,6 +62,18 @@ CASES = {
     'rope_theta': 1e4,
     'rope_scaling': Llama3Scaling(8.0, 1.0, 4.0, 64),
   },
+  # More value heads than key heads, of other widths; a quarter of each head rotates.
+  'qwen3_5-tied': {
+    'architecture': 'qwen3_5',
+    'num_layers': 3,
+    'head_dim': 16,
+    'rope_width': 4,
+    'rope_sections': (1, 1, 0),
+    'rope_interleaved': True,
+    'rope_theta': 300.0,
+    'layer_kinds': (LINEAR, FULL, LINEAR),
+    'linear': LinearConfig(key_heads=2, value_heads=6, key_dim=8, value_dim=12, taps=4),
+  },
 }
 
 
@@ -85,12 +99,17 @@ def reference(directory: str, case: str):
   torch.set_num_threads(1)  # so small a model only waits for its threads
   cfg = config_of(**CASES[case])
   config_class = {
-    'qwen2': transformers.Qwen2Config, 'qwen3': transformers.Qwen3Config, 'llama': transformers.LlamaConfig
+    'qwen2': transformers.Qwen2Config, 'qwen3': transformers.Qwen3Config, 'llama': transformers.LlamaConfig,
+    'qwen3_5': transformers.Qwen3_5TextConfig,
   }[cfg.architecture]  # fmt: skip
-  scaling = {'rope_type': 'default'}
+  scaling, hybrid = {'rope_type': 'default'}, {}
   if cfg.rope_scaling is not None:
     scaling = {'rope_type': 'llama3', **dataclasses.asdict(cfg.rope_scaling)}
+  if cfg.linear is not None:
+    hybrid = linear_config.write(cfg)
+    scaling = hybrid.pop('rope_parameters')
   config = config_class(
+    **hybrid,
     vocab_size=cfg.vocab_size,
     hidden_size=cfg.hidden_size,
     intermediate_size=cfg.intermediate_size,
@@ -109,7 +128,9 @@ def reference(directory: str, case: str):
     for name, weight in theirs.named_parameters():
       noise = torch.randn(weight.shape, generator=rng)
       if name.endswith('norm.weight'):
-        weight.copy_(1 + 0.3 * noise)
+        weight.copy_((0 if cfg.norm_offset and 'linear_attn' not in name else 1) + 0.3 * noise)
+      elif name.endswith('A_log'):
+        weight.copy_(noise - 1)
       else:
         # The fresh 0.02 would hide mistakes behind small numbers. Biases count as much as what they are added to.
         weight.copy_(noise * (0.5 if name.endswith('bias') else 1.5 * weight.shape[-1] ** -0.5))
@@ -240,15 +261,18 @@ def test_64_greedy_tokens_of_a_ragged_batch_are_those_of_generate(pair):
   np.testing.assert_allclose(log_probs, theirs_log_probs, rtol=0, atol=1e-4)
 
 
-def fresh(architecture: str = 'qwen2', num_layers: int = 2, **kwargs) -> Qwen:
-  """A model with random weights, biases and norms as well, made without compiling anything."""
-  cfg = config_of(architecture=architecture, num_layers=num_layers)
+def fresh(architecture: str = 'qwen2', num_layers: int = 2, *, shape: dict | None = None, **kwargs) -> Qwen:
+  """A model with random weights, biases and norms as well, made without compiling anything.
+
+  `shape` are more fields of its config.
+  """
+  cfg = config_of(**{'architecture': architecture, 'num_layers': num_layers} | (shape or {}))
   graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen(cfg, rngs=nnx.Rngs(0), **kwargs)))
   rng = np.random.default_rng(0)
 
   def weight(path, leaf):
     noise = rng.normal(size=leaf.shape)
-    if path[-1] == 'weight':
+    if path[-1] == 'weight' and not (cfg.norm_offset and 'linear_attn' not in path):
       return leaf.replace(jnp.asarray(1 + 0.3 * noise, jnp.float32))
     return leaf.replace(jnp.asarray(0.2 * noise, jnp.float32))
 
@@ -447,6 +471,60 @@ def test_sequences_of_one_row_do_not_see_one_another(attention):
     start += n
   joined = hidden(model, jnp.asarray(row[None]))[0]
   assert np.abs(joined[30:] - packed[30:]).max() > 0.1
+
+
+def hybrid(kinds: tuple[str, ...] = (LINEAR, FULL), **kwargs) -> Qwen:
+  """A random Qwen3.5 with layers of these kinds."""
+  return fresh(shape=CASES['qwen3_5-tied'] | {'num_layers': len(kinds), 'layer_kinds': kinds}, **kwargs)
+
+
+def test_packed_rows_of_a_model_with_memories_do_not_see_one_another():
+  model = hybrid()
+  # 70 columns are two chunks; the row of one column is shorter than the convolution.
+  lengths = (30, 1, 28, 11)
+  tokens, _ = ragged(lengths, seed=10)
+  row = np.concatenate([x[:n] for x, n in zip(tokens, lengths, strict=True)])
+  seen_until = jnp.asarray(seen_until_of(np.repeat(range(4), lengths)[None]))
+
+  @nnx.jit
+  def hidden(model, tokens, seen_until=None):
+    return model(model.embed(tokens), seen_until=seen_until)[0]
+
+  packed, alone = hidden(model, jnp.asarray(row[None]), seen_until)[0], hidden(model, jnp.asarray(tokens))
+  start = 0
+  for own, n in zip(alone, lengths, strict=True):
+    np.testing.assert_allclose(packed[start : start + n], own[:n], rtol=0, atol=5e-6)
+    start += n
+  joined = hidden(model, jnp.asarray(row[None]), jnp.full((1, 70), 70))[0]
+  assert np.abs(joined[30:] - packed[30:]).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('remat', ['none', 'attention', 'elementwise', 'layers'])
+def test_layers_of_several_kinds_are_scanned_and_computed_again_without_a_difference(remat):
+  """Two turns of a loop over three layers, packed, against the layers one by one with nothing computed again."""
+  tokens = jnp.asarray(ragged((33, 21), seed=7)[0])
+  seen_until = jnp.asarray(seen_until_of([[0] * 14 + [1] * 19, [0] * 5 + [1] * 9 + [2] * 7 + [3] * 12]))
+
+  def run(scan, remat):
+    model = hybrid((LINEAR, LINEAR, FULL) * 2)
+    model.scan_layers = scan
+
+    @nnx.jit
+    @nnx.value_and_grad
+    def loss(model):
+      hidden, _ = model(model.embed(tokens), remat=remat, seen_until=seen_until)
+      return jnp.mean(jnp.square(jax.nn.log_softmax(model.logits(hidden)))[:, :5])
+
+    found, gradient = loss(model)
+    return found, {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient)}
+
+  (loss, gradient), (expected, expected_gradient) = run(True, remat), run(False, 'none')
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  assert gradient.keys() == expected_gradient.keys()
+  for path, want in expected_gradient.items():
+    assert np.linalg.norm(want) > 0, path
+    assert np.linalg.norm(gradient[path] - want) <= 2e-5 * np.linalg.norm(want), path
 
 
 @pytest.mark.parametrize(('remat', 'kernels'), [('layers', 4), ('attention', 3), ('elementwise', 3)])

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.linear_attention import LinearConfig
+from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
 
 SMALL = QwenConfig(
@@ -29,13 +30,27 @@ SMALL = QwenConfig(
 
 SMALL3 = QwenConfig(**(vars(SMALL) | {'architecture': 'qwen3', 'tie_word_embeddings': False}))
 
+# More value heads than key heads, of other widths; a third of each head rotates.
+HYBRID = QwenConfig(
+  **vars(SMALL)
+  | {
+    'architecture': 'qwen3_5',
+    'rope_width': 2,
+    'rope_sections': (1, 0, 0),
+    'rope_interleaved': True,
+    'layer_kinds': (LINEAR, FULL),
+    'linear': LinearConfig(key_heads=2, value_heads=6, key_dim=4, value_dim=5, taps=4),
+  }
+)
+
 LLAMA = QwenConfig(**vars(SMALL) | {'architecture': 'llama', 'rope_scaling': Llama3Scaling(8.0, 1.0, 4.0, 64)})
 
 
 def random_params(cfg: QwenConfig, param_dtype='float32', seed: int = 0) -> nnx.State:
   abstract = nnx.state(nnx.eval_shape(lambda: Qwen(cfg, param_dtype=param_dtype, rngs=nnx.Rngs(0))))
   rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), abstract)
+  # Weights that are float32 in any case may be stored in the other type.
+  return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), param_dtype).astype(x.dtype), abstract)
 
 
 def flat(params: nnx.State) -> dict:

@@ -4,8 +4,9 @@ A checkpoint is a directory with `config.json`, `model.safetensors` (or shards a
 if this project wrote it, `value_head.safetensors`. A critic with its own trunk is a checkpoint in the subdirectory
 `critic` of the policy's checkpoint; it has no output projection, and the value head is stored in that subdirectory.
 Only JSON and safetensors files are read, so code in a checkpoint never runs. The layouts are those of
-`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `LlamaForCausalLM` and, for models that read images, of
-`Qwen2_5_VLForConditionalGeneration` and `Qwen3VLForConditionalGeneration` in `transformers`.
+`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3_5ForCausalLM`, `LlamaForCausalLM` and, for models that read images, of
+`Qwen2_5_VLForConditionalGeneration` and `Qwen3VLForConditionalGeneration` in `transformers`. Of
+`Qwen3_5ForConditionalGeneration` the text model is read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.models.checkpoint import rope_config, vision_config
+from ragen_jax.models.checkpoint import linear_config, rope_config, vision_config
 from ragen_jax.models.checkpoint.fields import integer, unsupported
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
@@ -37,10 +38,16 @@ DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
 _ARCHITECTURES = {
   'Qwen2ForCausalLM': 'qwen2',
   'Qwen3ForCausalLM': 'qwen3',
+  'Qwen3_5ForCausalLM': 'qwen3_5_text',
   'LlamaForCausalLM': 'llama',
   'Qwen2_5_VLForConditionalGeneration': 'qwen2_5_vl',
   'Qwen3VLForConditionalGeneration': 'qwen3_vl',
+  'Qwen3_5ForConditionalGeneration': 'qwen3_5',
 }
+# `model_type` -> architecture of the text model that is read of it, without its vision tower.
+_TEXT_MODELS = {'qwen3_5_text': 'qwen3_5', 'qwen3_5': 'qwen3_5'}
+# What `transformers` takes for a `head_dim` that a file lacks, if it is not hidden_size / num_attention_heads.
+_HEAD_DIMS = {'qwen3': 128, 'qwen3_5': 256}
 _UNQUANTISED = 'use the weights in float32, bfloat16 or float16'
 
 # Fields of a source's config.json that do not describe the shape and are copied unchanged into an export.
@@ -112,6 +119,10 @@ def read_config(directory: str) -> QwenConfig:
   where = os.path.join(directory, CONFIG_FILE)
   raw = read_json(where)
   family = _family(raw, where)
+  if family in _TEXT_MODELS:
+    text = (raw.get('text_config') or {}) if 'text_config' in raw else raw
+    text = text | {name: raw[name] for name in ('tie_word_embeddings', 'quantization_config') if name in raw}
+    return _read_trunk(text, _TEXT_MODELS[family], where)
   if family not in vision_config.TRUNKS:
     return _read_trunk(raw, family, where)
   text = raw.get('text_config') or raw
@@ -132,13 +143,14 @@ def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfi
     raise UserError(f'{where}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}')
   if raw.get('head_dim') is not None:
     head_dim = integer(raw, 'head_dim', where)
-  elif architecture == 'qwen3' and 'head_dim' not in raw:
-    head_dim = 128
+  elif architecture in _HEAD_DIMS and 'head_dim' not in raw:
+    head_dim = _HEAD_DIMS[architecture]
   else:
     head_dim = hidden_size // num_heads
   if head_dim % 2:
     raise UserError(f'{where}: head_dim={head_dim} must be even')
-  if _has_sliding_window(raw, num_layers):
+  hybrid = {} if architecture != 'qwen3_5' else linear_config.read(raw, num_layers, head_dim, where)
+  if not hybrid and _has_sliding_window(raw, num_layers):
     field = 'layer_types' if raw.get('layer_types') else 'use_sliding_window'
     raise unsupported(raw, field, 'every layer must attend to the whole context', where)
   theta, scaling = rope_config.read(raw, architecture, where)
@@ -155,6 +167,7 @@ def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfi
     rope_scaling=scaling,
     rms_norm_eps=float(raw.get('rms_norm_eps', 1e-6)),
     tie_word_embeddings=bool(raw.get('tie_word_embeddings', False)),
+    **hybrid,
   )
 
 
@@ -179,8 +192,8 @@ def _check_features(raw: dict[str, Any], architecture: str, where: str) -> None:
   if raw.get('quantization_config'):
     raise unsupported(raw, 'quantization_config', _UNQUANTISED, where)
   # Qwen2 ignores this field: it always has biases, and loading checks that they are in the weights.
-  if architecture == 'qwen3' and raw.get('attention_bias', False):
-    raise unsupported(raw, 'attention_bias', 'Qwen3 models have no bias', where)
+  if architecture in ('qwen3', 'qwen3_5') and raw.get('attention_bias', False):
+    raise unsupported(raw, 'attention_bias', 'Qwen3 and Qwen3.5 models have no bias', where)
   if architecture == 'llama':
     for field in ('attention_bias', 'mlp_bias'):
       if raw.get(field):
@@ -207,6 +220,7 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
     UserError: a special token's id is outside of the vocabulary.
   """
   family = cfg.architecture if cfg.vision is None else cfg.vision.family
+  family = next((text for text, of in _TEXT_MODELS.items() if of == family), family)
   config = {
     'architectures': [{kind: name for name, kind in _ARCHITECTURES.items()}[family]],
     'model_type': family,
@@ -227,12 +241,15 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
     'use_cache': True,
     'torch_dtype': dtype.name,
   }
-  if cfg.architecture == 'qwen3':
+  if cfg.architecture in ('qwen3', 'qwen3_5'):
     config['attention_bias'] = False
   if cfg.architecture == 'llama':
     del config['use_sliding_window']
     config |= {'attention_bias': False, 'mlp_bias': False}
   config |= rope_config.write(cfg)
+  if cfg.linear is not None:
+    del config['use_sliding_window']
+    config |= linear_config.write(cfg)
   raw = {}
   if tokenizer_dir is not None:
     config |= _token_ids(tokenizer_dir)

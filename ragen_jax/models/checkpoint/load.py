@@ -24,7 +24,7 @@ from ragen_jax.models.checkpoint.config import (
   read_json,
   trunk_config,
 )
-from ragen_jax.models.checkpoint.names import Weight, abstract_model, list_names, stored_name, weights
+from ragen_jax.models.checkpoint.names import Weight, abstract_model, is_left_out, list_names, stored_name, weights
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
@@ -72,6 +72,7 @@ def load_params(
 
   Args:
     directory: a Hugging Face checkpoint in float32, bfloat16 or float16, in one file or in shards.
+    param_dtype: type of the weights, but for those that a model has in float32 in any case.
     sharding_fn: sharding of a parameter by its path, e.g. ('layers', 0, 'self_attn', 'q_proj', 'kernel') -> a
       `NamedSharding` of [D, N, H]. Without it, or if it returns None, weights go to the default device.
     ignore_head: with tied embeddings, do not compare a stored output projection with the embedding.
@@ -83,7 +84,7 @@ def load_params(
   files = _weight_files(directory)
   wanted = {w.name: w for w in weights(cfg)}
   _check_tensors(directory, files, wanted, cfg, ignore_head)
-  leaves = dict(nnx.to_flat_state(nnx.split(abstract_model(cfg))[1]))
+  leaves = dict(nnx.to_flat_state(nnx.split(abstract_model(cfg, param_dtype=param_dtype))[1]))
   for file in files:
     with _open(file) as tensors:
       for name in tensors.offset_keys():
@@ -91,7 +92,8 @@ def load_params(
         if weight is not None:
           array = weight.from_hf(tensors.get_tensor(name))
           sharding = None if sharding_fn is None else sharding_fn(weight.path)
-          leaves[weight.path] = leaves[weight.path].replace(place_tensor(array, np.dtype(param_dtype), sharding))
+          leaf = leaves[weight.path]
+          leaves[weight.path] = leaf.replace(place_tensor(array, np.dtype(leaf.dtype), sharding))
           del array
   _log.debug('Loaded %d tensors from %s', len(wanted), directory)
   return nnx.from_flat_state(leaves)
@@ -159,7 +161,7 @@ def _check_tensors(
           tied_head = None if ignore_head else file
         elif name not in wanted:
           # Old checkpoints store the rotary frequencies, which follow from the config.
-          if not name.endswith('.rotary_emb.inv_freq'):
+          if not name.endswith('.rotary_emb.inv_freq') and not is_left_out(found_name, cfg):
             extra.append(name)
         else:
           missing.pop(name, None)

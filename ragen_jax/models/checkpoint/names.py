@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.vision.config import CHANNELS, QWEN2_5_VL, QWEN3_VL
 
 # Parameter path, tensor name, tensor shape. A kernel is the transposed [out, in] of `torch.nn.Linear`, or of a
 # convolution [out, ...] without overlap, with heads as separate axes. Rows for parameters that a model lacks (a bias, a
-# norm, an output projection) are skipped.
+# norm, an output projection) are skipped. J, G, W are those of `linear_attention`, and Q are the channels of all heads.
 _TABLE = (
   ('embed_tokens', 'model.embed_tokens.weight', 'V D'),
   ('layers.*.input_layernorm.weight', 'model.layers.*.input_layernorm.weight', 'D'),
-  ('layers.*.self_attn.q_proj.kernel', 'model.layers.*.self_attn.q_proj.weight', 'NH D'),
+  ('layers.*.self_attn.q_proj.kernel', 'model.layers.*.self_attn.q_proj.weight', 'NQ D'),
   ('layers.*.self_attn.q_proj.bias', 'model.layers.*.self_attn.q_proj.bias', 'NH'),
   ('layers.*.self_attn.k_proj.kernel', 'model.layers.*.self_attn.k_proj.weight', 'KH D'),
   ('layers.*.self_attn.k_proj.bias', 'model.layers.*.self_attn.k_proj.bias', 'KH'),
@@ -29,6 +30,15 @@ _TABLE = (
   ('layers.*.self_attn.q_norm.weight', 'model.layers.*.self_attn.q_norm.weight', 'H'),
   ('layers.*.self_attn.k_norm.weight', 'model.layers.*.self_attn.k_norm.weight', 'H'),
   ('layers.*.self_attn.o_proj.kernel', 'model.layers.*.self_attn.o_proj.weight', 'D NH'),
+  ('layers.*.linear_attn.in_proj_qkv.kernel', 'model.layers.*.linear_attn.in_proj_qkv.weight', 'Q D'),
+  ('layers.*.linear_attn.in_proj_z.kernel', 'model.layers.*.linear_attn.in_proj_z.weight', 'JGW D'),
+  ('layers.*.linear_attn.in_proj_b.kernel', 'model.layers.*.linear_attn.in_proj_b.weight', 'JG D'),
+  ('layers.*.linear_attn.in_proj_a.kernel', 'model.layers.*.linear_attn.in_proj_a.weight', 'JG D'),
+  ('layers.*.linear_attn.conv1d', 'model.layers.*.linear_attn.conv1d.weight', 'Q 1 taps'),
+  ('layers.*.linear_attn.dt_bias', 'model.layers.*.linear_attn.dt_bias', 'JG'),
+  ('layers.*.linear_attn.A_log', 'model.layers.*.linear_attn.A_log', 'JG'),
+  ('layers.*.linear_attn.norm.weight', 'model.layers.*.linear_attn.norm.weight', 'W'),
+  ('layers.*.linear_attn.out_proj.kernel', 'model.layers.*.linear_attn.out_proj.weight', 'D JGW'),
   ('layers.*.post_attention_layernorm.weight', 'model.layers.*.post_attention_layernorm.weight', 'D'),
   ('layers.*.mlp.gate_proj.kernel', 'model.layers.*.mlp.gate_proj.weight', 'F D'),
   ('layers.*.mlp.up_proj.kernel', 'model.layers.*.mlp.up_proj.weight', 'F D'),
@@ -37,7 +47,7 @@ _TABLE = (
   ('lm_head.kernel', 'lm_head.weight', 'V D'),
 )
 
-# The same for vision towers. U, W: widths of blocks and of their MLP; M: width of a token's patches; P: positions.
+# The same for vision towers. U, Y: widths of blocks and of their MLP; M: width of a token's patches; P: positions.
 _ATTENTION = (
   ('visual.blocks.*.attn.qkv.kernel', 'visual.blocks.*.attn.qkv.weight', '3U U'),
   ('visual.blocks.*.attn.qkv.bias', 'visual.blocks.*.attn.qkv.bias', '3U'),
@@ -60,9 +70,9 @@ _VISION_TABLES = {
     *_ATTENTION,
     *_linear('visual.blocks.*.norm1', 'visual.blocks.*.norm1', 'U'),
     *_linear('visual.blocks.*.norm2', 'visual.blocks.*.norm2', 'U'),
-    *_linear('visual.blocks.*.mlp.gate_proj', 'visual.blocks.*.mlp.gate_proj', 'W U'),
-    *_linear('visual.blocks.*.mlp.up_proj', 'visual.blocks.*.mlp.up_proj', 'W U'),
-    *_linear('visual.blocks.*.mlp.down_proj', 'visual.blocks.*.mlp.down_proj', 'U W'),
+    *_linear('visual.blocks.*.mlp.gate_proj', 'visual.blocks.*.mlp.gate_proj', 'Y U'),
+    *_linear('visual.blocks.*.mlp.up_proj', 'visual.blocks.*.mlp.up_proj', 'Y U'),
+    *_linear('visual.blocks.*.mlp.down_proj', 'visual.blocks.*.mlp.down_proj', 'U Y'),
     *_linear('visual.merger.norm', 'visual.merger.ln_q', 'U'),
     *_linear('visual.merger.linear_fc1', 'visual.merger.mlp.0', 'M M'),
     *_linear('visual.merger.linear_fc2', 'visual.merger.mlp.2', 'D M'),
@@ -71,8 +81,8 @@ _VISION_TABLES = {
     *_ATTENTION,
     *_linear('visual.blocks.*.norm1', 'visual.blocks.*.norm1', 'U'),
     *_linear('visual.blocks.*.norm2', 'visual.blocks.*.norm2', 'U'),
-    *_linear('visual.blocks.*.mlp.linear_fc1', 'visual.blocks.*.mlp.linear_fc1', 'W U'),
-    *_linear('visual.blocks.*.mlp.linear_fc2', 'visual.blocks.*.mlp.linear_fc2', 'U W'),
+    *_linear('visual.blocks.*.mlp.linear_fc1', 'visual.blocks.*.mlp.linear_fc1', 'Y U'),
+    *_linear('visual.blocks.*.mlp.linear_fc2', 'visual.blocks.*.mlp.linear_fc2', 'U Y'),
     *_linear('visual.merger.norm', 'visual.merger.norm', 'U'),
     *_linear('visual.merger.linear_fc1', 'visual.merger.linear_fc1', 'M M'),
     *_linear('visual.merger.linear_fc2', 'visual.merger.linear_fc2', 'D M'),
@@ -88,18 +98,49 @@ _VISION_TABLES = {
 _NESTED = (('model.visual.', 'visual.'), ('model.language_model.', 'model.'))
 _WRITTEN_NESTED = (QWEN3_VL,)
 
+# The same for text models that are published with a vision tower, and what a text policy leaves out of their files: the
+# tower, and a head that predicts several tokens.
+_TEXT_OF_NESTED = ('qwen3_5',)
+_LEFT_OUT = ('model.visual.', 'mtp.')
+
+# Tensors that files have in float32, whatever the type of the others.
+_ALWAYS_FLOAT32 = ('linear_attn.A_log', 'linear_attn.norm.weight')
+# Tensors with one row for each channel of the linear attention, in an order of their own.
+_BY_CHANNEL = ('linear_attn.in_proj_qkv.weight', 'linear_attn.conv1d.weight')
+
 # Names that an error lists of each kind.
 _MAX_LISTED = 8
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Order:
+  """Where our rows of a tensor stand in checkpoints, `ours`, and theirs in our order, `theirs`."""
+
+  ours: np.ndarray
+  theirs: np.ndarray
+
+  @classmethod
+  def of(cls, ours: np.ndarray) -> Order:
+    return cls(ours, np.argsort(ours))
+
+
 @dataclasses.dataclass(frozen=True)
 class Weight:
-  """Path and shape of a parameter in `nnx.state(Qwen)`, and name and shape of its tensor in a checkpoint."""
+  """Path and shape of a parameter in `nnx.state(Qwen)`, and name and shape of its tensor in a checkpoint.
+
+  `order` is that of the tensor's rows; None if it is the same here.
+  """
 
   path: tuple[str | int, ...]
   shape: tuple[int, ...]
   name: str
   hf_shape: tuple[int, ...]
+  order: Order | None = None
+
+  @property
+  def always_float32(self) -> bool:
+    """Whether files have the tensor in float32, whatever the type of the others."""
+    return self.name.endswith(_ALWAYS_FLOAT32)
 
   @property
   def transposed(self) -> bool:
@@ -112,19 +153,23 @@ class Weight:
     return math.prod(self.shape)
 
   def from_hf(self, tensor: np.ndarray) -> np.ndarray:
-    """[hf_shape] -> [shape], a view."""
+    """[hf_shape] -> [shape]: a view, unless rows have another order."""
+    if self.order is not None:
+      tensor = tensor[self.order.ours]
     return (tensor.reshape(len(tensor), -1).T if self.transposed else tensor).reshape(self.shape)
 
   def to_hf(self, array: np.ndarray) -> np.ndarray:
-    """[shape] -> [hf_shape], a view."""
-    if not self.transposed:
-      return array.reshape(self.hf_shape)
-    matrix = array.reshape(-1, self.hf_shape[0]).T
-    return matrix if len(self.hf_shape) == 2 else matrix.reshape(self.hf_shape)
+    """[shape] -> [hf_shape]: a view, unless rows have another order."""
+    if self.transposed:
+      array = array.reshape(-1, self.hf_shape[0]).T
+    tensor = array if array.shape == self.hf_shape else array.reshape(self.hf_shape)
+    return tensor if self.order is None else tensor[self.order.theirs]
 
 
 def stored_name(name: str, cfg: QwenConfig) -> str:
   """The name under which a model of this shape is stored, of a tensor with one of the names that it may have."""
+  if cfg.vision is None and cfg.architecture in _TEXT_OF_NESTED:
+    return name.replace('model.language_model.', 'model.', 1) if name.startswith('model.language_model.') else name
   if cfg.vision is None:
     return name
   for nested, plain in _NESTED:
@@ -134,16 +179,32 @@ def stored_name(name: str, cfg: QwenConfig) -> str:
   return name
 
 
+def is_left_out(name: str, cfg: QwenConfig) -> bool:
+  """Whether a model of this shape has no use for a tensor that its checkpoints may have."""
+  return cfg.vision is None and cfg.architecture in _TEXT_OF_NESTED and name.startswith(_LEFT_OUT)
+
+
+@functools.lru_cache(maxsize=8)
+def channel_order(cfg: LinearConfig) -> Order:
+  """The order of the channels of the linear attention."""
+  return Order.of(cfg.channel_order())
+
+
 @functools.lru_cache(maxsize=8)
 def weights(cfg: QwenConfig) -> tuple[Weight, ...]:
   """All parameters of a model of this shape, in the order of the layers."""
   shapes = {path: leaf.shape for path, leaf in nnx.to_flat_state(nnx.split(abstract_model(cfg))[1])}
   n, k, h, v = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.vision
   sizes = {'V': cfg.vocab_size, 'D': cfg.hidden_size, 'F': cfg.intermediate_size, 'H': h, 'NH': n * h, 'KH': k * h}
+  sizes['NQ'] = 2 * n * h if cfg.output_gate else n * h
   repeated = {'layers': cfg.num_layers}
   table = _TABLE
+  if cfg.linear is not None:
+    c = cfg.linear
+    sizes |= {'Q': c.key_heads * c.channels, 'JGW': c.value_heads * c.value_dim, 'JG': c.value_heads}
+    sizes |= {'W': c.value_dim, 'taps': c.taps, '1': 1}
   if v is not None:
-    sizes |= {'U': v.hidden_size, '3U': 3 * v.hidden_size, 'W': v.intermediate_size, 'P': v.num_positions}
+    sizes |= {'U': v.hidden_size, '3U': 3 * v.hidden_size, 'Y': v.intermediate_size, 'P': v.num_positions}
     sizes |= {'M': v.hidden_size * v.merge_size**2, 'C': CHANNELS, 't': v.temporal_patch_size, 'p': v.patch_size}
     repeated |= {'blocks': v.depth, 'deepstack_mergers': len(v.deepstack_blocks)}
     table += _VISION_TABLES[v.family]
@@ -154,7 +215,8 @@ def weights(cfg: QwenConfig) -> tuple[Weight, ...]:
       path = tuple(i if part == '*' else part for part in ours.split('.'))
       if path in shapes:
         name = stored_name(theirs.replace('*', str(i)), cfg)
-        found.append(Weight(path, shapes[path], name, tuple(sizes[axis] for axis in axes.split())))
+        order = channel_order(cfg.linear) if theirs.endswith(_BY_CHANNEL) else None
+        found.append(Weight(path, shapes[path], name, tuple(sizes[axis] for axis in axes.split()), order))
   unnamed = shapes.keys() - {w.path for w in found}
   if unnamed:
     raise ValueError(f'parameters that have no name in checkpoints: {sorted(unnamed)}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from ragen_jax.models import lora
 from ragen_jax.models.checkpoint.config import ADAPTER_CONFIG_FILE, read_json, write_json
+from ragen_jax.models.checkpoint.names import Order, channel_order
 from ragen_jax.models.checkpoint.save import as_stored, new_checkpoint, write_value_head
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ValueHead
@@ -41,11 +43,11 @@ _PLAIN = {
 }
 
 
-def read_config(directory: str) -> lora.LoraConfig:
-  """Reads `adapter_config.json`.
+def read_config(directory: str, known: tuple[str, ...] = lora.TARGETS) -> lora.LoraConfig:
+  """Reads `adapter_config.json`; `known` are the `lora.targets` of the model.
 
   Raises:
-    UserError: the file cannot be read, or describes something other than plain LoRA on some of `lora.TARGETS`.
+    UserError: the file cannot be read, or describes something other than plain LoRA on some of `known`.
   """
   where = os.path.join(directory, ADAPTER_CONFIG_FILE)
   if not os.path.isfile(where):
@@ -64,7 +66,7 @@ def read_config(directory: str) -> lora.LoraConfig:
   # We keep the suffix; `load` reports the layers that have no adapter.
   try:
     names = [str(t).rpartition('.')[2] for t in targets] if isinstance(targets, list) else [str(targets)]
-    names = lora.parse_targets(','.join(names))
+    names = lora.parse_targets(','.join(names), known)
   except ValueError as e:
     raise UserError(f'{where}: target_modules={targets!r} is not supported; {e}') from e
   return lora.LoraConfig(int(rank), alpha, names)
@@ -81,7 +83,7 @@ def load(directory: str, model: Qwen) -> None:
     found = load_file(file)
   except (SafetensorError, OSError) as e:
     raise UserError(f'{file}: cannot be read as safetensors ({e})') from e
-  wanted = {name: _to_peft(param, matrix) for name, param, matrix in _named(model)}
+  wanted = {weight.name: weight.to_peft() for weight in _named(model)}
   problems = [f'{name} is missing' for name in sorted(wanted.keys() - found.keys())]
   problems += [f'{name} is unexpected' for name in sorted(found.keys() - wanted.keys())]
   problems += [
@@ -92,8 +94,8 @@ def load(directory: str, model: Qwen) -> None:
   if problems:
     more = f' and {len(problems) - 4} more' if len(problems) > 4 else ''
     raise UserError(f'{file}: does not fit the model; {"; ".join(problems[:4])}{more}')
-  for name, param, _ in _named(model):
-    param.set_value(jnp.asarray(found[name].astype(np.float32).T.reshape(param.shape)))
+  for weight in _named(model):
+    weight.set_from_peft(found[weight.name])
 
 
 def save(
@@ -127,8 +129,7 @@ def save(
     'inference_mode': True,
   }
   with new_checkpoint(directory, tokenizer_dir) as new:
-    tensors = {name: _to_peft(param, matrix) for name, param, matrix in _named(model)}
-    tensors = {name: as_stored(name, x, np.dtype(dtype)) for name, x in tensors.items()}
+    tensors = {w.name: as_stored(w.name, w.to_peft(), np.dtype(dtype)) for w in _named(model)}
     save_file(tensors, os.path.join(new, WEIGHTS_FILE), metadata={'format': 'pt'})
     if value_head is not None:
       write_value_head(new, {'kernel': value_head.kernel[...], 'bias': value_head.bias[...]})
@@ -142,18 +143,37 @@ def _target_modules(model: Qwen, config: lora.LoraConfig) -> list[str]:
   return ['.'.join(map(str, path)) for path in lora.adapters(model)]
 
 
-def _named(model: Qwen) -> list[tuple[str, nnx.Param, tuple[int, int]]]:
-  """(PEFT's name, parameter, its shape as a matrix [inputs, r] or [r, outputs]) of every adapter weight."""
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+  """A weight of an adapter: PEFT's name, the parameter, and its shape as a matrix [inputs, r] or [r, outputs].
+
+  `order` is that of the outputs in checkpoints; None if it is the same here.
+  """
+
+  name: str
+  param: nnx.Param
+  matrix: tuple[int, int]
+  order: Order | None = None
+
+  def to_peft(self) -> np.ndarray:
+    """The weight of a `torch.nn.Linear`: [r, inputs] or [outputs, r]."""
+    tensor = np.asarray(self.param[...]).reshape(self.matrix).T
+    return tensor if self.order is None else tensor[self.order.theirs]
+
+  def set_from_peft(self, tensor: np.ndarray) -> None:
+    """The inverse of `to_peft`."""
+    tensor = tensor if self.order is None else tensor[self.order.ours]
+    self.param.set_value(jnp.asarray(tensor.astype(np.float32).T.reshape(self.param.shape)))
+
+
+def _named(model: Qwen) -> list[_Weight]:
+  """The weights of all adapters."""
   named = []
   decoder = '' if model.visual is None else 'language_model.'
   for path, adapter in lora.adapters(model).items():
     module = f'base_model.model.model.{decoder}' + '.'.join(map(str, path))
     rank = adapter.lora_b.shape[0]
-    named.append((f'{module}.lora_A.weight', adapter.lora_a, (-1, rank)))
-    named.append((f'{module}.lora_B.weight', adapter.lora_b, (rank, -1)))
+    order = channel_order(model.cfg.linear) if path[-1] == 'in_proj_qkv' else None
+    named.append(_Weight(f'{module}.lora_A.weight', adapter.lora_a, (-1, rank)))
+    named.append(_Weight(f'{module}.lora_B.weight', adapter.lora_b, (rank, -1), order))
   return named
-
-
-def _to_peft(param: nnx.Param, matrix: tuple[int, int]) -> np.ndarray:
-  """The parameter as the weight of a `torch.nn.Linear`: [r, inputs] or [outputs, r]."""
-  return np.asarray(param[...]).reshape(matrix).T

@@ -33,7 +33,7 @@ def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Lla
   if any(isinstance(value, dict) for value in rope.values()):
     raise UserError(f'{where}: {field}={rope!r} differs from layer to layer, which is not supported')
   for owner, value in ((f'{field}.', rope.get('partial_rotary_factor')), ('', raw.get('partial_rotary_factor'))):
-    if value not in (None, 1):
+    if value not in (None, 1) and architecture != 'qwen3_5':  # see `linear_config`
       raise UserError(f'{where}: {owner}partial_rotary_factor={value!r} is not supported; only 1.0 is')
   theta = rope.get('rope_theta')
   if theta is None:

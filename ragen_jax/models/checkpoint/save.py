@@ -81,7 +81,7 @@ def save_model(
     directory: the target; created if missing. If it is not empty it must be a checkpoint, which is replaced.
     model: a `Qwen`, or the state or pure dict of one without adapters. The adapters of a `Qwen` are merged into the
       stored weights, one tensor at a time.
-    dtype: float32, bfloat16 or float16, the type of the stored weights.
+    dtype: float32, bfloat16 or float16, the type of the stored weights, but for those that files have in float32.
     tokenizer_dir: source of the files of tokenizer and image processor, token ids and context length; usually the
       checkpoint that training started from. Without it, these files in `directory` are kept.
     value_head: stored in float32, in the critic's directory if `critic` is given, else beside the weights.
@@ -172,13 +172,14 @@ def _write_weights(
   max_shard_bytes: int,
 ) -> None:
   """Writes the tensors of one model in the order of `plan`, and an index if there are several files."""
-  shards = _split(plan, dtype.itemsize, max_shard_bytes)
+  types = {w.name: np.dtype(np.float32) if w.always_float32 else dtype for w in plan}
+  shards = _split(plan, {name: of.itemsize for name, of in types.items()}, max_shard_bytes)
   for file, shard in shards.items():
-    tensors = {w.name: as_stored(w.name, w.to_hf(fetch(w)), dtype) for w in shard}
+    tensors = {w.name: as_stored(w.name, w.to_hf(fetch(w)), types[w.name]) for w in shard}
     save_file(tensors, os.path.join(directory, file), metadata={'format': 'pt'})
     del tensors
   if len(shards) > 1:
-    total = sum(w.size for w in plan) * dtype.itemsize
+    total = sum(w.size * types[w.name].itemsize for w in plan)
     names = {w.name: file for file, shard in shards.items() for w in shard}
     write_json(os.path.join(directory, INDEX_FILE), {'metadata': {'total_size': total}, 'weight_map': names})
 
@@ -196,11 +197,11 @@ def as_stored(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
   return stored
 
 
-def _split(plan: tuple[Weight, ...], itemsize: int, max_bytes: int) -> dict[str, list[Weight]]:
+def _split(plan: tuple[Weight, ...], itemsize: Mapping[str, int], max_bytes: int) -> dict[str, list[Weight]]:
   """File name -> its tensors; a tensor larger than a shard gets its own file."""
   shards, used = [[]], 0
   for weight in plan:
-    size = weight.size * itemsize
+    size = weight.size * itemsize[weight.name]
     if shards[-1] and used + size > max_bytes:
       shards.append([])
       used = 0

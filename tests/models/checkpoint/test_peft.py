@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -17,6 +18,7 @@ from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.utils.errors import UserError
 from tests.support.adapters import CONFIG, SMALL, SMALL3, TOKENS, adapted, logits, save_base
+from tests.support.checkpoints import HYBRID
 
 
 @pytest.fixture
@@ -85,14 +87,15 @@ def peft():
   return pytest.importorskip('peft', reason='the comparison with PEFT needs it')
 
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['qwen2', 'qwen3'])
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3, HYBRID], ids=['qwen2', 'qwen3', 'qwen3_5'])
 def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_path, cfg, peft):
   import torch
   from transformers import AutoModelForCausalLM
 
-  model = adapted(cfg)
+  config = dataclasses.replace(CONFIG, targets=lora.targets(cfg))
+  model = adapted(cfg, config)
   base = save_base(tmp_path / 'base', model)
-  adapter_files.save(str(tmp_path / 'adapter'), model, CONFIG, 'float32', base=base, tokenizer_dir=base)
+  adapter_files.save(str(tmp_path / 'adapter'), model, config, 'float32', base=base, tokenizer_dir=base)
   theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
   theirs = peft.PeftModel.from_pretrained(theirs, str(tmp_path / 'adapter'), is_trainable=True)
   tokens = torch.tensor(TOKENS, dtype=torch.long)
@@ -116,23 +119,26 @@ def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_pat
       adapter = ours[(path[0], int(path[1]), *path[2:4])]
       a = 'lora_A' in name
       own = np.asarray((adapter.lora_a if a else adapter.lora_b)[...]).reshape((-1, 4) if a else (4, -1)).T
+      if 'in_proj_qkv' in name and not a:
+        own = own[np.argsort(cfg.linear.channel_order())]
       np.testing.assert_allclose(own, weight.grad.numpy(), rtol=1e-3, atol=1e-6, err_msg=name)
       assert np.abs(own).max() > 1e-5
       compared += 1
-  assert compared == 2 * 7 * 2
+  assert compared == 2 * (2 * 7 if cfg.linear is None else 5 + 3 + 7)
 
 
-def test_adapters_that_peft_wrote_are_loaded(tmp_path, peft):
+@pytest.mark.parametrize('cfg', [SMALL, HYBRID], ids=['qwen2', 'qwen3_5'])
+def test_adapters_that_peft_wrote_are_loaded(tmp_path, cfg, peft):
   import torch
   from transformers import AutoModelForCausalLM
 
-  model = adapted(config=None)
+  model = adapted(cfg, config=None)
   base = save_base(tmp_path / 'base', model)
   settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules='all-linear', init_lora_weights=False)
   theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
   theirs.save_pretrained(str(tmp_path / 'theirs'))
-  config = adapter_files.read_config(str(tmp_path / 'theirs'))
-  assert config == lora.LoraConfig(3, 5, lora.TARGETS)
+  config = adapter_files.read_config(str(tmp_path / 'theirs'), lora.targets(cfg))
+  assert config == lora.LoraConfig(3, 5, lora.targets(cfg))
   lora.attach(model, config, nnx.Rngs(0))
   adapter_files.load(str(tmp_path / 'theirs'), model)
   with torch.no_grad():

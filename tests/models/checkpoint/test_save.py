@@ -25,11 +25,21 @@ from ragen_jax.models.checkpoint.save import as_stored, check_target, new_checkp
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
-from tests.support.checkpoints import LLAMA, SMALL, SMALL3, assert_identical, contents, edit_config, flat, random_params
+from tests.support.checkpoints import (
+  HYBRID,
+  LLAMA,
+  SMALL,
+  SMALL3,
+  assert_identical,
+  contents,
+  edit_config,
+  flat,
+  random_params,
+)
 from tests.support.processes import copy_python
 
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3, LLAMA], ids=['qwen2', 'qwen3', 'llama'])
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3, HYBRID, LLAMA], ids=['qwen2', 'qwen3', 'qwen3_5', 'llama'])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 @pytest.mark.parametrize('max_shard_bytes', [1 << 30, 3000], ids=['single', 'sharded'])
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, cfg, dtype, max_shard_bytes):
@@ -54,7 +64,7 @@ def test_a_loaded_model_has_its_dtypes_and_a_pure_dict_can_be_saved(tmp_path):
   assert contents(tmp_path / 'again') == contents(tmp_path / 'out')
 
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3, LLAMA], ids=['qwen2', 'qwen3', 'llama'])
+@pytest.mark.parametrize('cfg', [SMALL, SMALL3, HYBRID, LLAMA], ids=['qwen2', 'qwen3', 'qwen3_5', 'llama'])
 def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, tokenizer_dir, cfg, transformers):
   import torch
 
