@@ -13,7 +13,7 @@ from ragen_jax.models import vocabulary
 from ragen_jax.models.qwen import CacheMask
 from ragen_jax.models.vision.features import ImageColumns
 from ragen_jax.sampling.draw import RowSampling, Sampling, draw_row_tokens, draw_tokens
-from ragen_jax.sampling.kv_cache import Added, SamplerState
+from ragen_jax.sampling.kv_cache import Added, SamplerState, columns_of
 
 
 @struct.dataclass
@@ -70,15 +70,16 @@ def extend(
     draw_position=jnp.where(begins, 0, state.draw_position),
     rotary=jnp.where(begins, 0, state.rotary),
   )
-  rows, width = tokens.shape
+  width = tokens.shape[1]
   positions, rotary = rotary_positions(state.rotary, count, width, images and images.positions)
+  window = model.begin_window(state.cache, width, state.count)
   causal = jnp.tril(jnp.ones((width, width), bool))[None]
   hidden, window = model(
     embedded,
     positions,
-    mask=CacheMask(kept=_kept(state), new=causal),
+    mask=CacheMask(kept=_kept(state), new=causal, fed=count),
     cache=state.cache,
-    window=model.init_cache(rows, width),
+    window=window,
     deepstack=deepstack,
   )
   last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -96,8 +97,7 @@ def extend(
 
 def _kept(state: SamplerState) -> jax.Array:
   """bool[B, 1, S]: the columns of the cache that belong to the rows."""
-  size = state.cache[0].k.shape[1]
-  return jnp.arange(size)[None, None, :] < state.count[:, None, None]
+  return jnp.arange(columns_of(state.cache))[None, None, :] < state.count[:, None, None]
 
 
 def rotary_positions(
@@ -193,7 +193,7 @@ def decode(
     after, window = model(
       model.embed(token[:, None]),
       positions,
-      mask=CacheMask(kept=kept, new=jnp.arange(columns)[None, None, :] <= step),
+      mask=CacheMask(kept=kept, new=jnp.arange(columns)[None, None, :] <= step, fed=live.astype(jnp.int32)),
       cache=cache,
       window=window,
       column=step,
@@ -218,9 +218,9 @@ def decode(
     any_open, any_enough = of_shards.any(axis=1)  # one exchange between devices for both
     return (step < columns) & any_open & ~any_enough
 
-  rows = len(budget)
   empty = _empty_reply(budget, columns, alternatives)
-  start = (jnp.zeros((), jnp.int32), model.init_cache(rows, columns), state.hidden, empty)
+  window = model.begin_window(state.cache, columns, state.count)
+  start = (jnp.zeros((), jnp.int32), window, state.hidden, empty)
   _, window, hidden, reply = jax.lax.while_loop(not_finished, body, start)
   after = SamplerState(
     cache=(),

@@ -1,15 +1,20 @@
-"""The sampler's state: a key/value cache whose rows are dense, each with a length of its own.
+"""The sampler's state: a cache whose rows are dense, each with a length of its own.
 
 The token columns of row b are 0 .. count[b]-1. A program that runs the model writes its new columns to a window, at the
 same column in all rows, which is one slice update and no scatter. At its end `append_window` writes the window of each
 row behind the row's last column. Rows may therefore be at different turns, and no row leaves a gap in another.
 
 A program may run on some of the rows: it reads their part of the cache, and nothing but their windows is written.
+
+Layers with linear attention have a `RecurrentState` instead of keys and values: what all columns of the row have left.
+A window has their state after the program. It is that of the row's own columns to the bit, whatever other columns the
+program computed. Nothing can be taken back from it: a row goes on, gets all that another row holds, or begins again. A
+row without columns has an empty state, see `Qwen.begin_window`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +22,8 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from ragen_jax.distributed.sharding import ROW_AXES
-from ragen_jax.models.qwen import LayerCache, Qwen, QwenConfig, empty_cache
+from ragen_jax.models.linear_attention import RecurrentState
+from ragen_jax.models.qwen import FULL, Cache, LayerCache, Qwen, QwenConfig, empty_cache
 
 
 @struct.dataclass
@@ -28,14 +34,14 @@ class SamplerState:
   separate fields because an image takes many columns and advances the rotary position by its longer side only.
 
   Attributes:
-    cache: one `LayerCache` per layer, [B, S, K, H] each.
+    cache: one `LayerCache` per layer, [B, S, K, H] each, or its `RecurrentState`.
     count: i32[B], columns of the row; the content of later columns has no meaning.
     draw_position: i32[B], position of the next token in the row's stream of random numbers.
     rotary: i32[B], rotary position of the next text column, the same on all axes of a multi-axis rotary embedding.
     hidden: [B, D], hidden state of the row's last token, from which the next token is drawn.
   """
 
-  cache: tuple[LayerCache, ...]
+  cache: Cache
   count: jax.Array
   draw_position: jax.Array
   rotary: jax.Array
@@ -58,11 +64,18 @@ def empty_state(cfg: QwenConfig, dtype: Any, rows: int, size: int) -> SamplerSta
   )
 
 
-def state_specs(num_layers: int) -> SamplerState:
+def columns_of(cache: Cache) -> int:
+  """Columns of a cache."""
+  return next(layer for layer in cache if isinstance(layer, LayerCache)).k.shape[1]
+
+
+def state_specs(cfg: QwenConfig) -> SamplerState:
   """The layout of a state on the mesh: rows divided, and the heads of the cache."""
   rows, cache = PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES, None, 'tensor', None)
+  full = LayerCache(k=cache, v=cache)
+  linear = RecurrentState(conv=cache, memory=PartitionSpec(ROW_AXES, 'tensor', None, None, None))
   return SamplerState(
-    cache=tuple(LayerCache(k=cache, v=cache) for _ in range(num_layers)),
+    cache=tuple(full if kind == FULL else linear for kind in cfg.kinds),
     count=rows,
     draw_position=rows,
     rotary=rows,
@@ -76,19 +89,25 @@ class Added:
 
   Attributes:
     after: their state after, without a cache.
-    window: one `LayerCache` of C columns per layer.
+    window: one `LayerCache` of C columns per layer, or the `RecurrentState` after.
     count: i32[b], columns of the window that are new.
   """
 
   after: SamplerState
-  window: tuple[LayerCache, ...]
+  window: Cache
   count: jax.Array
 
 
 def append(state: SamplerState, rows: jax.Array | None, added: Added) -> SamplerState:
   """The state after a program that ran on rows i32[b], each at most once; None if it ran on all."""
   at, is_new = added.after.count - added.count, added.count > 0
-  cache = tuple(append_window(kept, rows, new, at, is_new) for kept, new in zip(state.cache, added.window, strict=True))
+
+  def write(kept, new):
+    if isinstance(kept, LayerCache):
+      return append_window(kept, rows, new, at, is_new)
+    return new if rows is None else put_rows(kept, rows, new)
+
+  cache = tuple(write(kept, new) for kept, new in zip(state.cache, added.window, strict=True))
   after = added.after if rows is None else put_rows(state.replace(cache=()), rows, added.after)
   return after.replace(cache=cache)
 
@@ -145,12 +164,15 @@ def _by_slices(kept: jax.Array, new: jax.Array, at: jax.Array, is_new: jax.Array
   return kept
 
 
-def take_rows(state: SamplerState, rows: jax.Array) -> SamplerState:
+State = TypeVar('State', SamplerState, RecurrentState)
+
+
+def take_rows(state: State, rows: jax.Array) -> State:
   """The state of some rows i32[b]."""
   return jax.tree.map(lambda x: x[rows], state)
 
 
-def put_rows(state: SamplerState, rows: jax.Array, part: SamplerState) -> SamplerState:
+def put_rows(state: State, rows: jax.Array, part: State) -> State:
   """The state with that of some rows i32[b], each at most once, replaced."""
   return jax.tree.map(lambda x, own: x.at[rows].set(own, unique_indices=True), state, part)
 
@@ -164,15 +186,29 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
   Args:
     copies: i32[b, 3], for each copy the row that is read, the row that is replaced, which each at most one copy may
       be, and the most columns that it keeps. Dropped columns must be text. The hidden state is that of the row that is
-      read, so it is right only if no column is dropped; it is 0 if no column is kept.
+      read, so it is right only if no column is dropped; it is 0 if no column is kept. A `RecurrentState` of which some
+      columns are dropped is not known, so it becomes NaN.
   """
   source, target, columns = copies[:, 0], copies[:, 1], copies[:, 2]
   part = take_rows(state, source)
   dropped = jnp.maximum(part.count - columns, 0)
   count = part.count - dropped
-  kept = jnp.arange(part.cache[0].k.shape[1]) < count[:, None]  # [b, S]
+  kept = jnp.arange(columns_of(part.cache)) < count[:, None]  # [b, S]
+  unknown = (dropped > 0) & (count > 0)
+
+  def cut(layer):
+    if isinstance(layer, LayerCache):
+      return jax.tree.map(lambda x: jnp.where(kept[:, :, None, None], x, 0), layer)
+
+    def of(x):
+      each = (-1, *(1,) * (x.ndim - 1))
+      x = jnp.where(count.reshape(each) > 0, x, 0)
+      return jnp.where(unknown.reshape(each), jnp.nan, x)
+
+    return jax.tree.map(of, layer)
+
   part = SamplerState(
-    cache=jax.tree.map(lambda x: jnp.where(kept[:, :, None, None], x, 0), part.cache),
+    cache=tuple(map(cut, part.cache)),
     count=count,
     draw_position=part.draw_position - dropped,
     rotary=part.rotary - dropped,
@@ -181,11 +217,14 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
   return put_rows(state, target, part)
 
 
-def share_columns(layer: LayerCache, source: jax.Array, columns: int) -> LayerCache:
+def share_columns(layer: LayerCache | RecurrentState, source: jax.Array, columns: int) -> LayerCache | RecurrentState:
   """Gives rows of one layer [B, S, K, H] the first `columns` columns of other rows; later columns stay.
 
-  `source` i32[B] is for each row the row whose columns it gets; itself to stay as it is.
+  `source` i32[B] is for each row the row whose columns it gets; itself to stay as it is. A `RecurrentState` is given
+  as it is, so it must be that of these columns.
   """
+  if isinstance(layer, RecurrentState):
+    return take_rows(layer, source)
   return jax.tree.map(lambda x: jax.lax.dynamic_update_slice_in_dim(x, x[:, :columns][source], 0, axis=1), layer)
 
 

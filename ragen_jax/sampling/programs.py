@@ -42,7 +42,8 @@ class SamplerPrograms:
     self._graphdef, self._cfg, self._dtype, self._mesh = graphdef, cfg, dtype, mesh
     self._drawn = {'stop_ids': stop_ids, 'vocab_limit': vocab_limit, 'banned': banned, 'with_values': values}
     self._shards = processes.row_share(mesh).shards
-    self.state_specs = kv_cache.state_specs(cfg.num_layers)
+    self.state_specs = kv_cache.state_specs(cfg)
+    self._layer_specs = {type(specs): specs for specs in self.state_specs.cache}
     self.init = jax.jit(self._init_rows, static_argnames=('rows', 'size'))
     self.take = jax.jit(self._take_rest)
     self.traces = {'resize': 0, 'copy': 0, 'share': 0, 'extend': 0, 'decode': 0}
@@ -86,7 +87,7 @@ class SamplerPrograms:
     )
 
   def _resize_layer(self, layer: LayerCache, size: int) -> LayerCache:
-    return self._layout(kv_cache.resize(layer, size), self.state_specs.cache[0])
+    return self._layout(kv_cache.resize(layer, size), self._layer_specs[LayerCache])
 
   def _part(self, state: SamplerState, rows: jax.Array | None) -> SamplerState:
     """The rows that a program runs on."""
@@ -97,7 +98,7 @@ class SamplerPrograms:
 
   def _share_layer(self, layer, source, columns):
     share = functools.partial(kv_cache.share_columns, columns=columns)
-    return self._by_shard(share, layer, source, specs=self.state_specs.cache[0])
+    return self._by_shard(share, layer, source, specs=self._layer_specs[type(layer)])
 
   def _take_rest(self, state, rows):
     return self._by_shard(kv_cache.take_rows, state, rows, specs=self.state_specs.replace(cache=()))

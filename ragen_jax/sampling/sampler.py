@@ -67,12 +67,14 @@ class Sampler:
     see `sharding.sampling_spec`; above 1, it needs a mesh.
 
     Raises:
-      UserError: `mesh.tensor` does not divide the key/value heads; see also `processes.row_share`.
+      UserError: `mesh.tensor` does not divide the heads of keys; see also `processes.row_share`.
     """
-    if mesh is not None and model.policy.cfg.num_kv_heads % mesh.shape['tensor']:
-      raise UserError(
-        f'mesh.tensor={mesh.shape["tensor"]}: does not divide the {model.policy.cfg.num_kv_heads} key/value heads'
-      )
+    heads = {'key/value heads': model.policy.cfg.num_kv_heads}
+    if model.policy.cfg.linear is not None:
+      heads['key heads of the linear attention'] = model.policy.cfg.linear.key_heads
+    for name, number in heads.items():
+      if mesh is not None and number % mesh.shape['tensor']:
+        raise UserError(f'mesh.tensor={mesh.shape["tensor"]}: does not divide the {number} {name}')
     self.decode_shards = decode_shards
     if decode_shards > 1:
       mesh = sampling_mesh(mesh, decode_shards)
@@ -173,11 +175,15 @@ class Sampler:
   def resize(self, state: SamplerState, size: int) -> SamplerState:
     """Adds columns to the cache, up to `size`.
 
-    The cache before is deleted layer by layer, so that the old and the new one are never both held completely.
+    The cache before is deleted layer by layer, so that the old and the new one are never both held completely. A
+    `RecurrentState` has no columns and stays.
     """
     self.observer.runs('resize', (len(state.count), _columns(state), size))
     layers = []
     for layer in state.cache:
+      if not isinstance(layer, LayerCache):
+        layers.append(layer)
+        continue
       layers.append(self.programs['resize'](layer, size=size))
       for x in jax.tree.leaves(layer):
         x.delete()
@@ -281,7 +287,7 @@ class Sampler:
 
 
 def _columns(state: SamplerState) -> int:
-  return state.cache[0].k.shape[1]
+  return kv_cache.columns_of(state.cache)
 
 
 def changed_weights(params: Any, wanted: Any) -> tuple[int, ...]:

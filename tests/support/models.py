@@ -13,37 +13,53 @@ from ragen_jax.agent.language_model import LanguageModel, make_sampler
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.linear_attention import LinearConfig
+from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft import tiny_tokenizer
 
+# What a tiny Qwen3.5 has beside the fields of `random_model`: of four layers, three have linear attention.
+HYBRID = {
+  'architecture': 'qwen3_5',
+  'num_layers': 4,
+  'rope_width': 4,
+  'rope_sections': (1, 1, 0),
+  'rope_interleaved': True,
+  'layer_kinds': (LINEAR, LINEAR, LINEAR, FULL),
+  'linear': LinearConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4),
+}
 
-def random_model(vocab_size: int, *, seed: int = 0, kv_heads: int = 2) -> ActorCritic:
-  """A tiny random policy whose value head is not zero."""
-  cfg = QwenConfig(
-    vocab_size=vocab_size,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=kv_heads,
-    head_dim=8,
-    rope_theta=10_000.0,
-  )
+
+def random_model(vocab_size: int, *, seed: int = 0, kv_heads: int = 2, **fields) -> ActorCritic:
+  """A tiny random policy whose value head is not zero; `fields` are others of its config."""
+  shape = {
+    'vocab_size': vocab_size,
+    'hidden_size': 32,
+    'intermediate_size': 64,
+    'num_layers': 2,
+    'num_heads': 4,
+    'num_kv_heads': kv_heads,
+    'head_dim': 8,
+    'rope_theta': 10_000.0,
+  }
+  cfg = QwenConfig(**shape | fields)
   model = ActorCritic(Qwen(cfg, rngs=nnx.Rngs(seed)))
   model.value_head.kernel.set_value(jax.random.normal(jax.random.key(seed + 1), (cfg.hidden_size,)))
   return model
 
 
-def random_policy(config: ConfigDict, directory, *, seed: int = 0) -> LanguageModel:
-  """A random policy with a tokenizer made from the prompts of `config.train.tags`, saved to `directory`."""
+def random_policy(config: ConfigDict, directory, *, seed: int = 0, **fields) -> LanguageModel:
+  """A random policy with a tokenizer made from the prompts of `config.train.tags`, saved to `directory`.
+
+  `fields` are those of `random_model`.
+  """
   tags = tuple(config.train.tags)
   specs = build.env_specs(config, tags, (1,) * len(tags))
   files = directory / 'tokenizer'
   files.mkdir(parents=True, exist_ok=True)
   pieces = prompt_pieces(specs, build.fill(ContextSettings, config.agent))
   tiny_tokenizer.save(tiny_tokenizer.build(pieces, images=False), str(files))
-  model = random_model(ChatTokenizer(files).size, seed=seed)
+  model = random_model(ChatTokenizer(files).size, seed=seed, **fields)
   directory = directory / 'model'
   save_model(
     str(directory), model.policy, model.policy.cfg, 'float32', tokenizer_dir=str(files), value_head=model.value_head

@@ -30,9 +30,9 @@ class ByteTokenizer:
     return b''.join(_BYTES[i] for i in ids).decode('utf-8', 'replace')
 
 
-def small_sampler(stop: int = STOP) -> tuple[Sampler, nnx.State]:
-  """A sampler for a random model, and its weights."""
-  model = random_model(VOCAB)
+def small_sampler(stop: int = STOP, **fields) -> tuple[Sampler, nnx.State]:
+  """A sampler for a random model with these fields of its config, and its weights."""
+  model = random_model(VOCAB, **fields)
   return Sampler(model, stop_ids=(stop,)), nnx.split(model)[1]
 
 

@@ -40,7 +40,13 @@ class Scheduler:
     self.counts: collections.Counter[str] = collections.Counter()
     self._warned: int | None = None  # the last version whose numbers were not finite
     self._stop_ids = sampler.stop_ids
-    self._table = SlotTable(settings.slots, sampler.share.shards, settings.max_context, worth=settings.widths[0])
+    self._table = SlotTable(
+      settings.slots,
+      sampler.share.shards,
+      settings.max_context,
+      worth=settings.widths[0],
+      cuts=sampler.cfg.linear is None,
+    )
 
   def set_weights(self, params: Any, version: int, *, keep_cache: bool) -> None:
     """See `Engine.set_weights`."""

@@ -72,10 +72,15 @@ class Placement:
 class SlotTable:
   """All slots of an engine, in the order of the device's rows."""
 
-  def __init__(self, slots: int, shards: int, max_context: int, worth: int):
-    """All slots are free and empty. The rows are divided into `shards` equal parts, and one is copied if that saves
-    feeding at least `worth` tokens."""
+  def __init__(self, slots: int, shards: int, max_context: int, worth: int, *, cuts: bool = True):
+    """All slots are free and empty.
+
+    The rows are divided into `shards` equal parts, and one is copied if that saves feeding at least `worth` tokens.
+    `cuts` says whether the last columns of a row can be dropped. Rows with a state of linear attention go on, or are
+    copied, as a whole only.
+    """
     size = slots // shards
+    self._cuts = cuts
     self.slots = [Slot(i, i // size, np.zeros((max_context,), np.int32)) for i in range(slots)]
     self._worth = worth
     self._clock = 0
@@ -111,15 +116,33 @@ class SlotTable:
       oldest.setdefault(slot.shard, slot)
     continued = [s for s in free if common[s.index] == s.length or oldest[s.shard] is s]
     best = max(
-      (Placement(s, s, _kept(s, common[s.index], prompt)) for s in continued),
+      (Placement(s, s, self._kept(s, common[s.index], prompt)) for s in continued),
       key=lambda p: (p.kept, -busy[p.slot.shard], -free.index(p.slot)),
     )
-    copies = [Placement(oldest[s.shard], s, _kept(s, common[s.index], prompt)) for s in self.slots if s.shard in oldest]
+    copies = [
+      Placement(oldest[s.shard], s, self._kept(s, common[s.index], prompt)) for s in self.slots if s.shard in oldest
+    ]
     copied = max(copies, key=lambda p: (p.kept, -busy[p.slot.shard]))
     if copied.kept - best.kept >= self._worth:
       best = copied
-    coming = max((_common_with_pending(s, prompt) for s in self.slots if len(s.pending)), default=0)
+    coming = max((self._common_when_fed(s, prompt) for s in self.slots if len(s.pending)), default=0)
     return None if coming - best.kept >= self._worth else best
+
+  def _kept(self, slot: Slot, common: int, prompt: np.ndarray) -> int:
+    """Columns of a slot that a prompt starts from.
+
+    The last token of a prompt is fed again, since the next token is drawn from its hidden state, unless it is the last
+    token of the row too, whose hidden state the device has.
+    """
+    whole = slot.current and common == len(prompt) == slot.length
+    kept = common if whole else min(common, len(prompt) - 1)
+    return kept if self._cuts or kept == slot.length == slot.columns else 0
+
+  def _common_when_fed(self, slot: Slot, prompt: np.ndarray) -> int:
+    """Columns of a slot that a prompt will be able to start from when the slot's own prompt has been fed."""
+    coming = np.concatenate([slot.ids, slot.pending])
+    common = _common(coming, prompt)
+    return common if self._cuts or common == len(coming) else 0
 
   def begin(self, placement: Placement, prompt: np.ndarray) -> None:
     """Gives the slot to a prompt; the device's row must be changed accordingly if `placement.copies`."""
@@ -153,17 +176,3 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
   n = min(len(a), len(b))
   different = np.flatnonzero(a[:n] != b[:n])
   return int(different[0]) if len(different) else n
-
-
-def _common_with_pending(slot: Slot, prompt: np.ndarray) -> int:
-  return _common(np.concatenate([slot.ids, slot.pending]), prompt)
-
-
-def _kept(slot: Slot, common: int, prompt: np.ndarray) -> int:
-  """Columns of a slot that a prompt starts from.
-
-  The last token of a prompt is fed again, since the next token is drawn from its hidden state, unless it is the last
-  token of the row too, whose hidden state the device has.
-  """
-  whole = slot.current and common == len(prompt) == slot.length
-  return common if whole else min(common, len(prompt) - 1)

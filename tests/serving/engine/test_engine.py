@@ -20,6 +20,7 @@ from ragen_jax.serving.engine.settings import EngineSettings
 from ragen_jax.serving.errors import EngineStopped, QueueFull
 from ragen_jax.serving.types import Finish
 from tests.support.configs import small_config
+from tests.support.models import HYBRID
 from tests.support.processes import copy_python
 from tests.support.serving import (
   PATIENCE,
@@ -115,6 +116,29 @@ def test_a_reply_does_not_depend_on_what_is_sampled_beside_it_nor_on_what_was_be
     same(shuffled[i], reply)
   assert {r.finish for r in alone} == {Finish.STOP, Finish.LENGTH}
   assert any(r.stop_text for r in alone) and any(r.ids[-1] == STOP for r in alone)
+
+
+@pytest.mark.slow
+def test_replies_of_a_model_with_memories_do_not_depend_on_what_the_rows_held():
+  """Equal prompts, other endings of a prompt, conversations that go on in their row, and stop strings within a chunk."""
+  sampler, params = small_sampler(**HYBRID)
+  requests = mixed_requests()
+  with start(sampler, params) as engine:
+    alone = [ask(engine, r)[0] for r in requests]
+    for got, want in zip(ask(engine, *requests), alone, strict=True):
+      same(got, want)
+    following = [
+      request((*r.prompt, *x.ids, 9, 11), seed=i) for i, (r, x) in enumerate(zip(requests, alone, strict=True))
+    ]
+    first = [ask(engine, r, f) for r, f in zip(requests, following, strict=True)]
+    warm = [ask(engine, f)[0] for f in following]
+    replies = [pair[1] for pair in first]
+    assert sum(x.cached_tokens for x in warm) > 0
+    for got, want in zip(warm, replies, strict=True):
+      same(got, want)
+  with start(sampler, params, slots=3, chunk=7, widths=(5, 23)) as engine:
+    for got, want in zip(ask(engine, *following), replies, strict=True):
+      same(got, want)
 
 
 def test_mixed_traffic_traces_nothing_new(sampler_and_params):

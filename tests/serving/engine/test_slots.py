@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
 from ragen_jax.serving.engine.slots import SlotTable
 
@@ -28,8 +29,8 @@ def feed(slot):
   slot.pending = slot.pending[:0]
 
 
-def table(slots=3, shards=1, worth=2):
-  return SlotTable(slots, shards, 64, worth)
+def table(slots=3, shards=1, worth=2, **options):
+  return SlotTable(slots, shards, 64, worth, **options)
 
 
 def test_a_prompt_that_continues_a_row_feeds_only_what_is_new():
@@ -147,10 +148,38 @@ def test_new_weights_empty_all_rows_and_those_with_a_reply_are_fed_again():
   assert t.ready() == [] and len(t.fed()) == 2
 
 
-def test_the_device_s_rows_hold_what_the_table_says():
+def test_a_row_that_cannot_be_cut_goes_on_as_a_whole_or_begins_again():
+  t = table(cuts=False)
+  assert play(t, ids(1, 2, 3), ids(4, 5)) == (0, 0, 0)
+  assert play(t, ids(1, 2, 3, 4, 5, 6), ids(7)) == (0, 0, 5)
+  assert play(t, ids(1, 2, 3, 9, 9, 9), ids(7)) == (1, 1, 0)  # the beginning of row 0 is not kept anywhere
+  placement = t.place(ids(1, 2, 3, 4, 5, 6, 7))
+  assert placement.kept == 7 and not placement.copies
+  t.begin(placement, ids(1, 2, 3, 4, 5, 6, 7))
+  placement.slot.append(ids(8, 9))
+  t.end(placement.slot, 8)  # a stop string before the last token: the state is of one token more
+  assert t.place(ids(1, 2, 3, 4, 5, 6, 7, 8, 3)).kept == 0
+
+
+def test_an_equal_prompt_waits_for_a_row_that_is_fed_and_not_for_one_that_goes_further():
+  t = table(cuts=False)
+  prompt = ids(1, 2, 3, 4)
+  first = t.place(prompt)
+  t.begin(first, prompt)
+  assert t.place(prompt) is None and t.place(ids(1, 2, 3, 4, 5)) is None
+  assert t.place(ids(1, 2, 3, 9, 9)) is not None, 'the row will be at its fourth token'
+  feed(first.slot)
+  second = t.place(prompt)
+  assert second.kept == 4 and second.copies
+  t.begin(second, prompt)
+  assert second.slot in t.ready()
+
+
+@pytest.mark.parametrize('cuts', [True, False])
+def test_the_device_s_rows_hold_what_the_table_says(cuts):
   """Random calls on a made-up device that does what it is told, with prompts that share beginnings."""
   rng = random.Random(0)
-  t, device = table(slots=6, shards=2, worth=2), [[] for _ in range(6)]
+  t, device = table(slots=6, shards=2, worth=2, cuts=cuts), [[] for _ in range(6)]
   running, seen, reused, copied, waited = {}, [ids(1)], 0, 0, 0
   for _ in range(3000):
     base = rng.choice(seen[-12:])
@@ -162,6 +191,7 @@ def test_the_device_s_rows_hold_what_the_table_says():
     if placement is not None:
       slot, source = placement.slot, placement.source
       assert slot.shard == source.shard and not slot.busy
+      assert cuts or placement.kept in (0, len(device[source.index]))
       if placement.copies:
         device[slot.index] = device[source.index][: placement.kept]
         copied += slot is not source
