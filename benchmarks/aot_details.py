@@ -17,6 +17,7 @@ from ragen_jax.planning.estimate import Estimate, Measured, Seconds
 from ragen_jax.planning.programs import PlannedRun, calls
 from ragen_jax.planning.topologies import Topology
 from ragen_jax.sampling import division
+from ragen_jax.sampling.capacity import state_bytes
 from ragen_jax.sampling.division import weights_read
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.training.memory import USABLE
@@ -117,13 +118,15 @@ def useful_operations(run: PlannedRun) -> float:
   """Operations of the products that the update of an iteration needs: nothing twice, and no padding.
 
   Each weight of the layers meets all tokens, and the head the sampled ones; a pass forward, and two backward, or one
-  where the weights are frozen. Attention is causal.
+  where the weights are frozen. Attention is causal; a memory is asked, changed and read by each token.
   """
   c, n = run.cfg, run.lengths
   rows = episodes(run.config, 'rollout') * n.rows
   body, head = _weights(run)
   passes = 2 if run.config.lora.rank else 3
-  attention = 2 * c.num_layers * c.num_heads * c.head_dim * n.row**2
+  attention = 2 * c.full_layers * c.num_heads * c.head_dim * n.row**2
+  if c.linear is not None:
+    attention += 6 * (c.num_layers - c.full_layers) * c.linear.memory_values * n.row
   once = rows * (2 * (body * n.row + head * n.sampled) + attention)
   return passes * once * run.config.algorithm.ppo_epochs
 
@@ -131,15 +134,16 @@ def useful_operations(run: PlannedRun) -> float:
 def _weights(run: PlannedRun) -> tuple[int, int]:
   """Weights of the layers that a token is multiplied with, and of the head."""
   c = run.cfg
-  attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-  return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size), c.vocab_size * c.hidden_size
+  mlp = c.num_layers * 3 * c.hidden_size * c.intermediate_size
+  return c.mixer_matrices + mlp, c.vocab_size * c.hidden_size
 
 
 def _decode_step(run: PlannedRun, topology: Topology, m: Measured | None) -> DecodeStep:
   c, n, mesh = run.cfg, run.lengths, run.mesh
   size, tensor = compute_dtype(run.config).itemsize, mesh.shape['tensor']
   rows = run.rows('rollout') // row_shards(mesh)
-  cache = 2 * size * c.num_layers * c.num_kv_heads * c.head_dim * rows * (n.row // 2)
+  cache = 2 * size * c.full_layers * c.num_kv_heads * c.head_dim * rows * (n.row // 2)
+  cache += 2 * (c.num_layers - c.full_layers) * state_bytes(c, size) * rows  # read and written
   weights = weights_read(run.trainer.model.sampler.decode_shards, c, tensor)
   floor = (weights * size + cache / tensor) / topology.chip.hbm_bandwidth
   loops = m.cost.work.loops if m and m.cost and m.cost.work else ()

@@ -299,7 +299,7 @@ def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
     SizeSettings, config.optimizer, max_context=config.agent.max_context, length_step=config.length_step,
     whole_rows=not (a.mask_loss and a.mask_advantages), shards=row_shards(model.mesh), remat=config.model.remat,
     most_columns=batch_sizes.HOST_COLUMNS if _on_one_cpu(model) else batch_sizes.ANY_COLUMNS,
-    most_shared=policy.attention.tree_columns(policy.cfg.head_dim),
+    most_shared=policy.tree_columns,
   )  # fmt: skip
 
 

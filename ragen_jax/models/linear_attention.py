@@ -58,6 +58,13 @@ class LinearConfig:
     """Numbers of a row's memory."""
     return self.value_heads * self.key_dim * self.value_dim
 
+  @property
+  def chunk_values(self) -> int:
+    """Numbers in float32 for each column that `delta_rule.chunked` holds at most: matrices of chunks, and memories."""
+    width, c = self.key_dim + self.value_dim, delta_rule.CHUNK
+    of_head = 5 * (c + width) + self.key_dim * self.value_dim // c
+    return 3 * self.key_heads * self.channels + self.value_heads * of_head
+
   def channel_order(self) -> np.ndarray:
     """i64[J (2 E + G W)]: where our channels stand in checkpoints."""
     queries = np.arange(self.key_heads * self.key_dim).reshape(self.key_heads, -1)
@@ -135,13 +142,13 @@ class GatedDeltaNet(nnx.Module):
       out, after = self._whole_rows(mixed, g, beta, seen_until), None
     else:
       out, after = self._behind(state, mixed, g, beta, fed)
-    out = self._gated(out, z)
+    out = self._gated(out.astype(z.dtype), z)
     if self.sampling is not None and len(x) > rows:
       out = self.sampling.padded(out)
     return self.out_proj(out), after
 
   def _whole_rows(self, mixed: jax.Array, g: jax.Array, beta: jax.Array, seen_until: jax.Array | None) -> jax.Array:
-    """What the columns of rows without a state read: f32[B, T, J G, W]."""
+    """What the columns of rows without a state read: [B, T, J G, W]."""
     taps, begins, place = self.cfg.taps, None, None
     if seen_until is not None:
       begins, place = trees.begins(seen_until), trees.depths(seen_until)
@@ -153,7 +160,7 @@ class GatedDeltaNet(nnx.Module):
       return delta_rule.chunked(q, k, v, g, beta, begins=begins)[0]
 
     out = read(*parts, self._grouped(g), self._grouped(beta))
-    return checkpoint_name(out.reshape(*out.shape[:2], -1, out.shape[-1]), KEPT)
+    return checkpoint_name(out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(mixed.dtype), KEPT)
 
   def _behind(
     self, state: RecurrentState, mixed: jax.Array, g: jax.Array, beta: jax.Array, fed: jax.Array
@@ -201,5 +208,5 @@ class GatedDeltaNet(nnx.Module):
     return x.reshape(*x.shape[:-1], self.cfg.key_heads, self.cfg.groups)
 
   def _gated(self, out: jax.Array, z: jax.Array) -> jax.Array:
-    """The norm of each head, times SiLU of the gate z: f32[B, T, J G, W] -> [B, T, J G, W] of the type of `z`."""
+    """The norm of each head, times SiLU of the gate z: [B, T, J G, W] -> [B, T, J G, W]."""
     return (self.norm(out) * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype)

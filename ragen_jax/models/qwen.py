@@ -109,6 +109,14 @@ class QwenConfig:
     return next(p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p))
 
   @property
+  def mixer_matrices(self) -> int:
+    """Numbers of the matrices of all layers but those of the MLP."""
+    full = self.head_dim * ((2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads)
+    c = self.linear
+    linear = 0 if c is None else c.key_heads * c.channels + 2 * c.value_heads * (c.value_dim + 1)
+    return self.hidden_size * (self.full_layers * full + (self.num_layers - self.full_layers) * linear)
+
+  @property
   def rope_axes(self) -> tuple[int, ...]:
     """The axis of each frequency of the rotary embedding; () for models that never read images."""
     return frequency_axes(self.rope_sections, interleaved=self.rope_interleaved) if self.rope_sections else ()
@@ -328,6 +336,14 @@ class Qwen(nnx.Module):
       self.visual = None
     else:
       self.visual = VisionTower(cfg.vision, dtype=dtype, param_dtype=param_dtype, attention=attention, rngs=rngs)
+
+  @property
+  def tree_columns(self) -> int:
+    """Columns of the widest rows that may be trees with branches, see `models.trees`; 0 for none.
+
+    A memory would have to go on from where a branch begins.
+    """
+    return self.attention.tree_columns(self.cfg.head_dim) if self.cfg.linear is None else 0
 
   def sample_on(self, layout: SamplingLayout) -> None:
     """Lays computations out for the sampling of tokens."""

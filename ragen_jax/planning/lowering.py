@@ -81,8 +81,8 @@ def lower_sampler(
 
 
 def lower_resize(sampler: Sampler, state: SamplerState, size: int) -> jax.stages.Lowered:
-  """The program of `Sampler.resize`, which runs once for each layer."""
-  return sampler.programs['resize'].lower(state.cache[0], size=size)
+  """The program of `Sampler.resize`, which runs once for each layer with keys and values."""
+  return sampler.programs['resize'].lower(kv_cache.with_columns(state.cache)[0], size=size)
 
 
 def lower_weights(sampler: Sampler, params: Any, gathered: bool) -> jax.stages.Lowered | None:

@@ -42,6 +42,7 @@ from ragen_jax.planning.serving import server_memory
 from ragen_jax.runs.config_fields import select
 from ragen_jax.sampling.capacity import bytes_per_device
 from ragen_jax.sampling.draw import PLAIN
+from ragen_jax.sampling.kv_cache import with_columns
 from ragen_jax.training.batch_sizes import micro_batch_size
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
@@ -131,9 +132,12 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
     if served:
       continue
     state_of_rows = abstract_rows(as_run.sampler, sampling.rows[phase], columns)
-    phases[phase]['key/value cache'] = cache = bytes_per_device(state_of_rows.cache)
+    columns_of_rows = with_columns(state_of_rows.cache)
+    phases[phase]['key/value cache'] = cache = bytes_per_device(columns_of_rows)
     # Between turns, the old and the new cache of one layer are held at the same time.
-    phases[phase]['one layer of it twice'] = cache // policy.sampler.cfg.num_layers
+    phases[phase]['one layer of it twice'] = cache // len(columns_of_rows)
+    if states := bytes_per_device(state_of_rows.cache) - cache:
+      phases[phase]['states of linear attention'] = states
   rows = {phase: (config.serve.slots if served else n) // shards for phase, n in sampling.rows.items()}
   _, micro = micro_batches(config, trainer, build.batching_settings(config, policy, lambda: limit))
   found = MemoryPlan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns, micro)

@@ -30,6 +30,7 @@ from ragen_jax.planning.lowering import (
 from ragen_jax.planning.serving import SERVER_CACHE, server_memory
 from ragen_jax.sampling.capacity import bytes_per_device
 from ragen_jax.sampling.draw import PLAIN
+from ragen_jax.sampling.kv_cache import with_columns
 from ragen_jax.training.batches import BatchingSettings
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
@@ -216,11 +217,12 @@ def _decode(run: PlannedRun, name: str, phase: str, calls: list[Call], share: fl
 
 
 def _resize(run: PlannedRun, name: str, phase: str, calls: list[Call], share: float) -> Program:
-  sampler, layers, call = run.trainer.model.sampler, run.cfg.num_layers, calls[0]
+  sampler, layers, call = run.trainer.model.sampler, run.cfg.full_layers, calls[0]
   state = abstract_rows(sampler, call.rows, call.size)
-  cache = bytes_per_device(abstract_rows(sampler, call.rows, call.width).cache)
+  after = abstract_rows(sampler, call.rows, call.width).cache
+  cache = bytes_per_device(with_columns(after))
   # The layers before are new already, those after still old.
-  held = _held(run) + bytes_per_device(run.sampling.params) + cache * (layers - 1) // layers
+  held = _held(run) + bytes_per_device(run.sampling.params) + bytes_per_device(after) - cache // layers
   shape = f'{call.rows} rows, {call.size} to {call.width} columns'
 
   def lower():

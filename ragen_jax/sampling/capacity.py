@@ -45,11 +45,12 @@ def bytes_per_row(
 ) -> int:
   """Memory of one row on one device while it is sampled.
 
-  The cache has 2 L S K H numbers; one layer of it is held twice while it is resized. Sampling holds the logits of the
-  row three times in float32, as they are and to draw, and up to three quarters of the cache twice: where some of the
-  rows have no episode, the program copies the others. A call that feeds prompts, assumed to have up to 512 columns (as
-  all without images do), holds the MLP's three arrays of F numbers a column. Each device holds the features of the
-  images that are fed to the rows of all shards.
+  The cache has 2 L S K H numbers, of L layers with full attention; one layer of it is held twice while it is resized. A
+  layer with linear attention has a state of one size, whose memory is in float32. Sampling holds the logits of the row
+  three times in float32, as they are and to draw, up to three quarters of the cache twice, and the states twice: where
+  some of the rows have no episode, the program copies the others. A call that feeds prompts, assumed to have up to 512
+  columns (as all without images do), holds the MLP's three arrays of F numbers a column, or the chunks of linear
+  attention. Each device holds the features of the images that are fed to the rows of all shards.
 
   `columns` is S, and `image_tokens` the most tokens of the images that are fed to a row at once. Heads and vocabulary
   are divided into `tensor` parts, rows into `shards`.
@@ -60,9 +61,20 @@ def bytes_per_row(
     levels = 1 + len(cfg.vision.deepstack_blocks)
     images = shards * image_tokens * levels * cfg.vision.out_hidden_size * size
   layer = 2 * columns * (cfg.num_kv_heads // tensor) * cfg.head_dim * size
-  prompt = 3 * min(columns, _PROMPT) * (cfg.intermediate_size // tensor) * size
-  sampling = cfg.num_layers * layer * 3 // 4 + 3 * 4 * -(-cfg.vocab_size // tensor)
-  return (cfg.num_layers + 1) * layer + max(sampling, prompt) + images
+  full = cfg.full_layers
+  states = (cfg.num_layers - full) * state_bytes(cfg, size) // tensor
+  prompt_column = 3 * (cfg.intermediate_size // tensor) * size
+  if cfg.linear is not None:
+    prompt_column = max(prompt_column, 4 * cfg.linear.chunk_values // tensor)
+  prompt = min(columns, _PROMPT) * prompt_column
+  sampling = full * layer * 3 // 4 + states + 3 * 4 * -(-cfg.vocab_size // tensor)
+  return (full + 1) * layer + states + max(sampling, prompt) + images
+
+
+def state_bytes(cfg: QwenConfig, size: int) -> int:
+  """Bytes of a row's state in a layer with linear attention; `size` is that of a number in computations."""
+  c = cfg.linear
+  return 0 if c is None else 4 * c.memory_values + size * (c.taps - 1) * c.key_heads * c.channels
 
 
 def rows_that_fit(rows: int, row_bytes: int, free: int | None) -> int:

@@ -63,6 +63,5 @@ def step_seconds(n: int, cfg: QwenConfig, dtype: Any, tensor: int, chip: Chip) -
 
 def weights_read(n: int, cfg: QwenConfig, tensor: int) -> float:
   """Numbers of the weights that a device reads for a token: of the layers' matrices and of the head."""
-  attention = cfg.hidden_size * cfg.head_dim * (2 * cfg.num_heads + 2 * cfg.num_kv_heads)
   mlp, head = 3 * cfg.hidden_size * cfg.intermediate_size, cfg.vocab_size * cfg.hidden_size
-  return (cfg.num_layers * (attention + mlp / n) + head / n) / tensor
+  return (cfg.mixer_matrices + cfg.num_layers * mlp / n + head / n) / tensor

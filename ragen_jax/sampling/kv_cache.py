@@ -64,9 +64,14 @@ def empty_state(cfg: QwenConfig, dtype: Any, rows: int, size: int) -> SamplerSta
   )
 
 
+def with_columns(cache: Cache) -> list[LayerCache]:
+  """The layers that have keys and values of columns; every model has one."""
+  return [layer for layer in cache if isinstance(layer, LayerCache)]
+
+
 def columns_of(cache: Cache) -> int:
   """Columns of a cache."""
-  return next(layer for layer in cache if isinstance(layer, LayerCache)).k.shape[1]
+  return with_columns(cache)[0].k.shape[1]
 
 
 def state_specs(cfg: QwenConfig) -> SamplerState:

@@ -19,7 +19,7 @@ from ragen_jax.distributed.sharding import optimizer_shardings, trained_sharding
 from ragen_jax.models import lora
 from ragen_jax.models.attention import HOLDING_SCORES
 from ragen_jax.models.layers import is_frozen
-from ragen_jax.models.qwen import REMAT, Qwen, QwenConfig
+from ragen_jax.models.qwen import LINEAR, REMAT, Qwen, QwenConfig
 from ragen_jax.utils import host_memory
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.
@@ -167,6 +167,15 @@ def update_memory(
                     3 T N 4 for each column: its scores, their softmax and gradient, up to the blocks of `attend`;
                     kernels of attention hold none
 
+  A layer with linear attention, of J key heads of width E with G value heads of width W each, M = J (2 E + G W)
+  channels and chunks of C columns, holds instead
+
+    always          L J G W a for each column more: what it gives, with 'attention'
+                    L (2 D + M + 3 J G W + 2 F) a for each column: what 'elementwise' keeps
+    in the layers   w a for each column, w = 6 D + 4 (M + 2 J G W) + 6 F
+                    2 d 4 for each column, d = 3 M + J G (5 C + 5 W + 5 E + E W / C): the chunks' matrices, their
+                    memories and gradients
+
   With adapters, 'elementwise' keeps L (2 D + (N + 2 K) H + 2 F + 7 r) a for each column more, of rank r, and w is
   larger by twice that of a layer. Where rows attend one after the other, which is on one CPU, the program holds
 
@@ -201,11 +210,13 @@ def update_memory(
     if trunk is None:
       continue
     c, size = trunk.cfg, np.dtype(dtype or trunk.dtype).itemsize
-    of_trunk, layer = _of_column(c, size, tensor, _rank(params[name]))
+    by_kind = {kind: _of_column(c, kind, size, tensor, _rank(params[name])) for kind in set(c.kinds)}
+    layer = max(held for _, held in by_kind.values())
+    of_trunk = {remat: sum(by_kind[kind][0][remat] for kind in c.kinds) for remat in REMAT}
     casts = _bytes(params[name]['layers'], mesh, size)
     for remat, column in of_trunk.items():
       once = casts if trunk.scan_layers or copies or remat == 'none' else 0
-      saved[remat] = saved[remat][0] + once, saved[remat][1] + c.num_layers * column
+      saved[remat] = saved[remat][0] + once, saved[remat][1] + column
     if trunk.scan_layers and 'layers' in trained[name]:
       stacked += _bytes(trained[name]['layers'], mesh, size, optimizer_shardings)
       if platform == 'tpu':
@@ -260,19 +271,27 @@ def update_memory(
   )  # fmt: skip
 
 
-def _of_column(c: QwenConfig, size: int, tensor: int, rank: int) -> tuple[dict[str, int], int]:
+def _of_column(c: QwenConfig, kind: str, size: int, tensor: int, rank: int) -> tuple[dict[str, int], int]:
   """Bytes for each column of a layer: kept for the backward pass, by `remat`, and held while it is differentiated.
 
   `size` is the bytes of a number in computations, `tensor` the parts that heads and MLP are divided into, and `rank`
   that of adapters, 0 for none.
   """
-  heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-  layer = size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
-  costly = size * (2 * c.hidden_size + (heads + c.num_heads * c.head_dim + 2 * c.intermediate_size) // tensor)
+  chunks = 0
+  if kind == LINEAR:
+    n = c.linear
+    read = n.value_heads * n.value_dim
+    heads = n.key_heads * n.channels + 2 * read
+    chunks = 2 * 4 * n.chunk_values // tensor
+  else:
+    read = c.num_heads * c.head_dim
+    heads = read * (1 + c.output_gate) + 2 * c.num_kv_heads * c.head_dim
+  layer = chunks + size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
+  costly = size * (2 * c.hidden_size + (heads + read + 2 * c.intermediate_size) // tensor)
   if rank:
     adapted = size * (2 * c.hidden_size + (heads + 2 * c.intermediate_size) // tensor + 7 * rank)
     layer, costly = layer + 2 * adapted, costly + adapted
-  attended = size * c.num_heads * c.head_dim // tensor
+  attended = size * read // tensor
   inputs = size * c.hidden_size
   return {'none': layer, 'elementwise': costly, 'attention': inputs + attended, 'layers': inputs}, layer
 

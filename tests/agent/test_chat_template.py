@@ -106,13 +106,19 @@ def test_facts_of_the_templates(made):
   systems = {name: form.default_system for name, form in formats.items()}
   assert systems == dict.fromkeys(KINDS) | {'qwen2.5': QWEN25_SYSTEM, 'smollm2': 'You are a small model.'}
   assert formats['llama3'].no_system.endswith('\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>')
-  assert {name for name, form in formats.items() if form.stripped} == {'llama3'}
-  assert formats['llama3'].stripped == {'system', 'user', 'assistant'}
+  newer = ('qwen3.5', 'qwen3.5-small')
+  stripped = {name: form.stripped for name, form in formats.items() if form.stripped}
+  assert stripped == dict.fromkeys(('llama3', *newer), {'system', 'user', 'assistant'})
   thoughts = {name: form.thoughts for name, form in formats.items() if form.thoughts is not Thoughts.KEPT}
-  assert thoughts == {'qwen3': Thoughts.PAST} | dict.fromkeys(('r1', 'r1-forced', 'r1-plain'), Thoughts.CUT)
-  assert {name: form.forced for name, form in formats.items() if form.forced} == {'r1-forced': '<think>\n'}
+  assert thoughts == dict.fromkeys(('qwen3', *newer), Thoughts.PAST) | dict.fromkeys(
+    ('r1', 'r1-forced', 'r1-plain'), Thoughts.CUT
+  )
+  forced = {name: form.forced for name, form in formats.items() if form.forced}
+  quiet = '<think>\n\n</think>\n\n'
+  assert forced == dict.fromkeys(('r1-forced', 'qwen3.5'), '<think>\n') | {'qwen3.5-small': quiet}
+  assert {formats[name].quiet for name in newer} == {quiet}
   assert formats['qwen3'].quiet == '<think>\n\n</think>\n\n' and formats['qwen2.5'].quiet == ''
-  assert all(formats[name].later_system is None for name in ('r1', 'r1-forced', 'r1-plain'))
+  assert all(formats[name].later_system is None for name in ('r1', 'r1-forced', 'r1-plain', *newer))
   assert formats['qwen3'] == dataclasses.replace(CHATML, quiet=formats['qwen3'].quiet, thoughts=Thoughts.PAST)
 
 

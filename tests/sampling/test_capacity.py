@@ -12,7 +12,7 @@ import pytest
 from ragen_jax.sampling import capacity
 from ragen_jax.sampling.kv_cache import init_state
 from ragen_jax.utils import host_memory
-from tests.support.models import random_model
+from tests.support.models import HYBRID, random_model
 
 
 @pytest.mark.parametrize(('dtype', 'tensor'), [(jnp.float32, 1), (jnp.bfloat16, 2)])
@@ -27,6 +27,23 @@ def test_a_row_s_bytes_are_those_of_its_cache_one_more_layer_and_its_programs(dt
   assert capacity.bytes_per_row(model.cfg, 96, dtype, tensor) == expected
   state = jax.eval_shape(lambda: init_state(model, 1, 96))
   assert sum(x.size for x in jax.tree.leaves(state.cache)) * jnp.dtype(dtype).itemsize == held * tensor
+
+
+def test_a_row_s_bytes_count_states_of_one_size_beside_keys_and_values():
+  model = random_model(40, **HYBRID).policy
+  cache = jax.eval_shape(lambda: model.init_cache(1, 96, jnp.bfloat16))
+  *states, full = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer)) for layer in cache)
+  c = model.cfg.linear
+  memory, conv = 4 * 8 * 6, 3 * 2 * (2 * 8 + 2 * 6)
+  assert states == [4 * memory + 4 * conv] * 3  # activations of this model are in float32
+  low = 4 * memory + 2 * conv
+  assert capacity.state_bytes(model.cfg, 4) == states[0] and capacity.state_bytes(model.cfg, 2) == low
+  found = [capacity.bytes_per_row(model.cfg, columns, jnp.bfloat16) for columns in (96, 4096)]
+  prompts = [4 * n * c.chunk_values for n in (96, 512)]  # more than what sampling holds twice
+  assert found[0] == 2 * full + 3 * low + prompts[0]
+  assert found[1] - prompts[1] == (found[0] - prompts[0] - 3 * low) * 4096 // 96 + 3 * low
+  # With two devices along `tensor`, each has half.
+  assert capacity.bytes_per_row(model.cfg, 96, jnp.bfloat16, tensor=2) == found[0] // 2
 
 
 def test_a_row_s_bytes_count_the_features_of_the_images_of_all_shards():

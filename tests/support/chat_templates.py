@@ -38,6 +38,26 @@ QWEN3 = (
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
   "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
+# Contents are stripped, a system message comes first or never, and somebody must ask. Replies behind the last question
+# have a thought, if only an empty one. Small models do not think unless they are told to.
+_QWEN3_5 = (
+  '{% set ns = namespace(asked=-1) %}'
+  "{% for m in messages %}{% if m.role == 'user' and not (m.content | trim).startswith('<tool_response>') %}"
+  '{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}'
+  "{% if ns.asked < 0 %}{{ raise_exception('Nobody asks.') }}{% endif %}"
+  '{% for m in messages %}{% set text = m.content | trim %}'
+  "{% if m.role == 'system' and not loop.first %}{{ raise_exception('A system message comes first.') }}{% endif %}"
+  "{% if m.role == 'assistant' %}{% set thought = '' %}{% if '</think>' in text %}"
+  "{% set thought = text.split('</think>')[0].split('<think>')[-1] | trim %}"
+  "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+  "{{ '<|im_start|>assistant\n' }}"
+  "{% if loop.index0 > ns.asked %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
+  "{{ text + '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endif %}"
+  "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+  "{% if THINKS %}{{ '<think>\n' }}{% else %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+QWEN3_5 = _QWEN3_5.replace('THINKS', 'enable_thinking is not defined or enable_thinking')
+QWEN3_5_SMALL = _QWEN3_5.replace('THINKS', 'enable_thinking is defined and enable_thinking')
 _USER, _ASSISTANT = '<\uff5cUser\uff5c>', '<\uff5cAssistant\uff5c>'
 _BEGIN, _END = (f'<\uff5c{x}\u2581of\u2581sentence\uff5c>' for x in ('begin', 'end'))
 _R1 = (
@@ -88,6 +108,8 @@ _R1_KIND = Kind(R1, ('<pad>', _BEGIN, _END), (_USER, _ASSISTANT, '<think>', '</t
 KINDS = {
   'qwen2.5': Kind(QWEN25, CHATML_TOKENS, CALL_TAGS, eos='<|im_end|>'),
   'qwen3': Kind(QWEN3, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
+  'qwen3.5': Kind(QWEN3_5, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
+  'qwen3.5-small': Kind(QWEN3_5_SMALL, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
   'smollm2': Kind(SMOLLM2, CHATML_TOKENS, bos='<|im_start|>', eos='<|im_end|>'),
   'r1': _R1_KIND,
   'r1-forced': dataclasses.replace(_R1_KIND, template=R1_FORCED),

@@ -18,6 +18,7 @@ from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.models import lora, presets
 from ragen_jax.models.attention import AttentionSettings
 from ragen_jax.models.layers import freeze
+from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.qwen import REMAT, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.config import QWEN3_VL, VisionConfig
@@ -34,6 +35,7 @@ from ragen_jax.training.state import TrainState
 from ragen_jax.utils import host_memory
 from tests.support import learning
 from tests.support.configs import small_config
+from tests.support.models import HYBRID
 from tests.support.seeing import seeing_config, seeing_policy
 
 # As for an accelerator: ordered for memory. The machine code is not run.
@@ -45,6 +47,13 @@ _OPTIONS = {
 _SHAPE = {
   'vocab_size': 4096, 'hidden_size': 64, 'intermediate_size': 256, 'num_layers': 8, 'num_heads': 4, 'num_kv_heads': 2,
   'head_dim': 16,
+}  # fmt: skip
+
+
+# Two turns of a loop over four layers.
+_HYBRID = HYBRID | {
+  'num_layers': 8, 'vocab_size': 64, 'layer_kinds': HYBRID['layer_kinds'] * 2,
+  'linear': LinearConfig(key_heads=2, value_heads=4, key_dim=32, value_dim=32, taps=4),
 }  # fmt: skip
 
 
@@ -80,6 +89,9 @@ def _compiled(
     pytest.param({'adapters': True}, {'remat': 'layers', 'logits_chunk': 64}, marks=pytest.mark.slow),
     pytest.param({'vocab_size': 64}, {'remat': 'elementwise', 'logits_chunk': 64}, marks=pytest.mark.slow),
     ({'num_layers': 3}, {'remat': 'none', 'logits_chunk': 0}),
+    pytest.param(_HYBRID, {'remat': 'layers', 'logits_chunk': 64}, marks=pytest.mark.slow),
+    pytest.param(_HYBRID, {'remat': 'attention', 'logits_chunk': 64}, marks=pytest.mark.slow),
+    pytest.param(_HYBRID, {'remat': 'elementwise', 'logits_chunk': 64}, marks=pytest.mark.slow),
     pytest.param({'num_layers': 8, 'vocab_size': 64}, {'remat': 'none', 'logits_chunk': 0}, marks=pytest.mark.slow),
   ],
 )

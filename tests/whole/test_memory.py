@@ -30,7 +30,7 @@ from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.trainer import Trainer
 from tests.support import learning, memory_worker
 from tests.support.configs import small_config
-from tests.support.models import random_model
+from tests.support.models import HYBRID, random_model, random_policy
 from tests.support.paths import ROOT
 
 # Of the programs that memory_worker.py compiles: float32 logits of all sampled tokens, four times those of the larger
@@ -155,6 +155,16 @@ def test_adapters_and_a_separate_critic_are_counted():
   assert kinds['gradients'] == live['t']
   assert kinds["optimiser's state"] == sum(x.nbytes for x in jax.tree.leaves(opt_state))
   assert kinds['reference weights'] == sum(x.nbytes for x in jax.tree.leaves(trained['policy']))
+
+
+def test_the_states_of_linear_attention_are_counted_beside_the_cache(tmp_path):
+  config = _config(plan__memory_gb=1e-6)
+  policy = random_policy(config, tmp_path, **HYBRID)
+  config.model.path = policy.directory
+  kinds = memory.estimate(config, {}).phases['rollout']
+  *states, full = policy.sampler.init(1, abstract.cache_columns(config)).cache  # so few rows fit
+  assert kinds['states of linear attention'] == sum(x.nbytes for x in jax.tree.leaves(states))
+  assert kinds['key/value cache'] == kinds['one layer of it twice'] == sum(x.nbytes for x in jax.tree.leaves(full))
 
 
 def test_bfloat16_halves_the_cache_and_adds_the_weights_that_decoding_reads():

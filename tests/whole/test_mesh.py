@@ -22,6 +22,8 @@ from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.checkpoints import Checkpointer
 from tests.support import mesh_worker
+from tests.support.checkpoints import random_params
+from tests.support.models import HYBRID, random_model
 from tests.support.paths import ROOT
 from tests.support.processes import coordinator, copy_python, environment
 
@@ -101,6 +103,20 @@ def _assert_same(many, one):
       # Two Adam steps of 1e-3 each: a gradient that is only rounding may fall to either side.
       difference = np.abs(many[name] - one[name])
       assert np.quantile(difference, 0.99) < 1e-4 and difference.max() < 4.5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_devices_change_nothing_for_a_model_with_memories(tmp_path):
+  source = presets.resolve('tiny', '')
+  tiny = read_config(source)
+  cfg = random_model(tiny.vocab_size, **HYBRID | {'num_layers': 2, 'layer_kinds': HYBRID['layer_kinds'][2:]}).policy.cfg
+  directory, params = str(tmp_path / 'model'), random_params(cfg)
+  params = jax.tree.map(lambda x: 0.3 * x, params)
+  save_model(directory, params, cfg, 'float32', tokenizer_dir=source)
+  one = mesh_worker.play_and_update(directory, '1x1x1', str(tmp_path / 'one'))
+  for result in _run(directory, tmp_path / 'eight', ['2x2x2', '4x1x2']).values():
+    _assert_same(result, one)
 
 
 @pytest.mark.timeout(600)  # it is compilation, and machines are busy

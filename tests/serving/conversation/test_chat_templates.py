@@ -109,7 +109,7 @@ def test_thoughts_begin_a_new_row_only_where_the_template_drops_them(made):
 
 def test_families_are_those_of_token_and_template(made):
   families = {name: QwenFormat(ours, keep_thoughts=True).family for name, (ours, _) in made.items()}
-  thinks = dict.fromkeys(('qwen3', 'r1', 'r1-forced', 'r1-plain'), Family.QWEN3)
+  thinks = dict.fromkeys(('qwen3', 'qwen3.5', 'qwen3.5-small', 'r1', 'r1-forced', 'r1-plain'), Family.QWEN3)
   assert families == dict.fromkeys(KINDS, Family.PLAIN) | {'qwen2.5': Family.QWEN25} | thinks
 
 
