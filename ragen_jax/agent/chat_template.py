@@ -102,18 +102,28 @@ class ChatFormat:
       return self.no_system
     return self.system.before + self.content(SYSTEM, system) + self.system.after
 
+  @property
+  def no_thought(self) -> str:
+    """What the template forces where replies do not think by default, an empty thought; '' for all others."""
+    return self.forced if self.forced.startswith(THOUGHT) and END_THOUGHT in self.forced else ''
+
   def reply_prefix(self, tags: str) -> str:
     """The text at the beginning of a reply that is not sampled: what the template forces, then the forced `tags`.
 
-    If `tags` begin with the template's tag, the tag stands once, as the template writes it.
+    If `tags` begin with the template's tag, the tag stands once, as the template writes it. Tags that begin a thought
+    take the place of an empty one.
     """
-    if tags.startswith(self.forced):
+    forced = f'{THOUGHT}\n' if self.no_thought and tags.startswith(THOUGHT) else self.forced
+    if tags.startswith(forced):
       return tags
-    return self.forced + tags.removeprefix(self.forced.strip())
+    return forced + tags.removeprefix(forced.strip())
 
   def spelled_prefix(self, tags: str) -> str:
-    """`reply_prefix` without the white space that the template adds to tags, as whole replies are written."""
-    tag = self.forced.strip()
+    """`reply_prefix` without the white space that the template adds to tags, as whole replies are written.
+
+    An empty thought that the template forces is no part of a reply.
+    """
+    tag = '' if self.no_thought else self.forced.strip()
     return tags if tags.startswith(tag) else tag + tags
 
   # -- reading ---------------------------------------------------------------------------------------------------------

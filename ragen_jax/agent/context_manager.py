@@ -95,6 +95,7 @@ class ContextManager:
     form, tags = CHATML if tokenizer is None else tokenizer.format, opening_tags(settings.format)
     tags = tags if settings.force_prefix else ''
     self.reply_prefix, self._spelled_prefix = form.reply_prefix(tags), form.spelled_prefix(tags)
+    self._said_prefix = self.reply_prefix.removeprefix(form.no_thought)
     self._specs = specs
     self._tasks = [
       templates.describe_task(s, settings.action_sep) + templates.describe_descriptions(s, settings.format)
@@ -201,14 +202,14 @@ class ContextManager:
     return self._without_prefix(whole)
 
   def _without_prefix(self, whole: str) -> str:
-    prefixes = (self.reply_prefix, self._spelled_prefix)
+    prefixes = (self.reply_prefix, self._said_prefix, self._spelled_prefix)
     return whole.removeprefix(next((prefix for prefix in prefixes if whole.startswith(prefix)), ''))
 
   def reply_texts(self, replies: list[list[int]]) -> list[str]:
-    """The whole replies of sampled ids: with the forced prefix, without stop tokens."""
+    """The whole replies of sampled ids: with the forced prefix but for an empty thought, without stop tokens."""
     stops = set(self.tokenizer.stop_ids)
     cut = [ids[:-1] if ids and ids[-1] in stops else ids for ids in replies]
-    return [self.reply_prefix + text for text in self.tokenizer.decode_batch(cut)]
+    return [self._said_prefix + text for text in self.tokenizer.decode_batch(cut)]
 
   def pieces(self, env: int, answer: str) -> list[str]:
     """The texts of an answer that should each name an action; none is blank.

@@ -108,7 +108,7 @@ def test_facts_of_the_templates(made):
   assert formats['llama3'].no_system.endswith('\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>')
   newer = ('qwen3.5', 'qwen3.5-small')
   stripped = {name: form.stripped for name, form in formats.items() if form.stripped}
-  assert stripped == dict.fromkeys(('llama3', *newer), {'system', 'user', 'assistant'})
+  assert stripped == dict.fromkeys(('llama3', *newer), frozenset({'system', 'user', 'assistant'}))
   thoughts = {name: form.thoughts for name, form in formats.items() if form.thoughts is not Thoughts.KEPT}
   assert thoughts == dict.fromkeys(('qwen3', *newer), Thoughts.PAST) | dict.fromkeys(
     ('r1', 'r1-forced', 'r1-plain'), Thoughts.CUT
@@ -218,7 +218,13 @@ def test_all_end_tokens_of_the_checkpoint_end_a_reply_and_the_template_s_is_the_
 # -- forced thoughts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(('name', 'opens'), [('r1', ''), ('r1-forced', '<think>\n'), ('qwen3', '')])
+_EMPTY = '<think>\n\n</think>\n\n'
+
+
+@pytest.mark.parametrize(
+  ('name', 'opens'),
+  [('r1', ''), ('r1-forced', '<think>\n'), ('qwen3', ''), ('qwen3.5', '<think>\n'), ('qwen3.5-small', _EMPTY)],
+)
 @pytest.mark.parametrize('force', [True, False])
 @pytest.mark.parametrize('form', ['free_think', 'world_modeling'])
 def test_a_forced_thought_stands_once_and_where_the_template_puts_it(made, name, opens, force, form):
@@ -226,6 +232,7 @@ def test_a_forced_thought_stands_once_and_where_the_template_puts_it(made, name,
   spec = EnvSpec('x', FrozenLake(), Budget(), 100, 1)
   context = ContextManager(tok, [spec], context_settings(format=form, force_prefix=force))
   tags = {'free_think': '<think>', 'world_modeling': '<think><observation>'}[form] if force else ''
+  opens = '<think>\n' if opens == _EMPTY and force else opens  # tags that think take the place of an empty thought
   expected = opens + tags.removeprefix('<think>') if opens else tags
   assert context.reply_prefix == expected
   head = tok.format.assistant.before
@@ -233,7 +240,7 @@ def test_a_forced_thought_stands_once_and_where_the_template_puts_it(made, name,
   # A demonstration goes on where the prompt ends, and the whole reply is of its form.
   texts = {'think': 'so', 'observation': 'o', 'reasoning': 'so', 'prediction': 'p'}
   said = context.format_reply(['Up'], texts)
-  assert '<think>' not in said or not expected
+  assert '<think>' not in said or expected in ('', _EMPTY)
   whole = context.reply_texts([list(tok.encode(said))])[0]
   assert whole.count('<think>') == 1 and context.parse(0, whole).valid
   assert context.count_reply(context.reply_prefix + said) == len(tok.encode(said)) + 1

@@ -261,7 +261,9 @@ class QwenFormat:
         'chat_template_kwargs', "enable_thinking=false: the model's chat format cannot say so in a reply"
       )
     items, prefix = self._fixed(self._form.assistant.before), options.reply_prefix
-    if self._form.forced or prefix.startswith(THOUGHT):
+    # Some templates force the beginning of a thought, or an empty one, as they are asked.
+    asked = options.enable_thinking or self._form.quiet == self._form.forced
+    if (self._form.forced and asked) or prefix.startswith(THOUGHT):
       prefix = self._form.reply_prefix(prefix)
     else:
       items += [] if options.enable_thinking else self._fixed(self._form.quiet)

@@ -127,6 +127,26 @@ def test_a_forced_thought_is_not_opened_twice(made, prefix, thinking):
   assert form.in_thought(ids) == ('</think>' not in prefix)
 
 
+@pytest.mark.parametrize(
+  ('name', 'prefix', 'thinking', 'shown'),
+  [
+    ('qwen3.5', '', True, '<think>\n'),
+    ('qwen3.5', '', False, '<think>\n\n</think>\n\n'),
+    ('qwen3.5', 'so', False, '<think>\n\n</think>\n\nso'),
+    ('qwen3.5', '<think>hm', True, '<think>\nhm'),
+    ('qwen3.5-small', '', True, '<think>\n\n</think>\n\n'),
+    ('qwen3.5-small', '<think>', True, '<think>\n'),
+  ],
+)
+def test_a_template_thinks_or_not_as_it_is_asked(made, name, prefix, thinking, shown):
+  ours, _ = made[name]
+  form = QwenFormat(ours, keep_thoughts=True)
+  options = TemplateOptions(enable_thinking=thinking, add_generation_prompt=True, reply_prefix=prefix)
+  ids = form.render([Message(USER, 'hi')], (), options)
+  assert ours.decode(ids).endswith(ours.format.assistant.before + shown)
+  assert form.in_thought(ids) == ('</think>' not in shown)
+
+
 @pytest.mark.parametrize('name', ['r1', 'r1-forced', 'r1-plain'])
 def test_replies_of_r1_are_read_by_their_tags(made, name):
   ours, _ = made[name]
