@@ -66,7 +66,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.lora.rank = 0
   # The output of an adapter is multiplied with alpha / rank.
   config.lora.alpha = 64
-  # Projections with an adapter: 'all-linear', or names separated by commas, such as 'q_proj,v_proj'.
+  # Projections with an adapter: 'all-linear', or names separated by commas, such as 'q_proj,v_proj' (docs/models.md).
   config.lora.targets = 'all-linear'
   # Directory of initial adapters in PEFT's format; empty for fresh ones, whose output is 0 at first.
   config.lora.path = ''

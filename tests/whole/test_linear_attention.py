@@ -1,0 +1,37 @@
+"""A model with linear attention plays and learns: its update has the numbers of its sampler, rows packed or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ragen_jax import build
+from tests.support.configs import small_config
+from tests.support.models import HYBRID, random_policy
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    {'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8},
+    pytest.param({'model__remat': True, 'algorithm__old_logprobs': 'trainer'}, marks=pytest.mark.slow),
+    pytest.param({'lora__rank': 2, 'optimizer__packing': True, 'model__remat': 'auto'}, marks=pytest.mark.slow),
+  ],
+  ids=['packed', 'computed again', 'adapters'],
+)
+def test_an_iteration_has_the_log_probs_of_the_sampler(tmp_path, fields):
+  """Rows wait, go on in the middle of replies and share prompts; the rows of a bin share none."""
+  config = small_config(agent__max_response_tokens=12, envs__FrozenLake__max_turns=2, **fields)
+  saved = random_policy(config, tmp_path, **HYBRID)
+  config.model.path = saved.directory
+  trainer = build.make_trainer(config, build.load_policy(config))
+  state = trainer.init()
+  rollout, selection = trainer.collect(state)
+  assert rollout.tokens_sampled > 100
+  batch, metrics = trainer.estimate(state, selection)
+  state, more = trainer.update(state, batch, selection)
+  metrics |= more
+  gaps = [metrics[name] for name in ('rollout/logprob_gap_max', 'actor/logprob_gap_max') if name in metrics]
+  assert gaps and max(gaps) < 1e-4
+  assert metrics['actor/grad_norm'] > 0 and np.isfinite(metrics['actor/pg_loss'])
+  assert not metrics.get('perf/shared_tokens', 0)
