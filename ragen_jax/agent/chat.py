@@ -233,13 +233,19 @@ def _marks(texts: Sequence[str], specials: Sequence[str], others: Sequence[str])
 
 
 def _ends_of_generation(directory: Path) -> list[int]:
-  """The ids of `eos_token_id` in generation_config.json, or without that file in config.json: one id or several."""
+  """The ids of `eos_token_id` in generation_config.json, or without that file in config.json: one id or several.
+
+  A model with a vision tower has it in the part of the file that describes the text model.
+  """
   for name in ('generation_config.json', 'config.json'):
     try:
       raw = json.loads((directory / name).read_text(encoding='utf-8'))
     except (OSError, ValueError):
       continue
-    found = raw.get('eos_token_id') if isinstance(raw, dict) else None
+    raw = raw if isinstance(raw, dict) else {}
+    found = (
+      (raw.get('text_config') or {}).get('eos_token_id') if raw.get('eos_token_id') is None else raw['eos_token_id']
+    )
     found = found if isinstance(found, list) else [found]
     return [i for i in found if isinstance(i, int) and not isinstance(i, bool)]
   return []

@@ -40,10 +40,16 @@ def is_critic_weight(path: tuple[Any, ...]) -> bool:
 
 
 def weight_decay_mask(params: Any) -> Any:
-  """True for the weights that AdamW decays: matrices, not norms, and not biases (a bias of heads has two axes too)."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: x.ndim >= 2 and 'bias' not in jax.tree_util.keystr(path[-2:]), params
-  )
+  """True for the weights that AdamW decays: matrices, not norms, nor biases and convolutions of single channels.
+
+  A bias of heads has two axes too, and a convolution three.
+  """
+
+  def is_matrix(path, x):
+    name = jax.tree_util.keystr(path[-2:])
+    return x.ndim >= 2 and not any(other in name for other in ('bias', 'conv1d'))
+
+  return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
 def clip_by_norm(max_norm: float, of: str) -> optax.GradientTransformationExtraArgs:

@@ -191,6 +191,7 @@ def test_white_space_around_messages_goes_where_the_template_strips_it(made):
       ['<|eot_id|>', '<|end_of_text|>'],
     ),
     ({'config.json': {'eos_token_id': '<|end_of_text|>'}}, ['<|eot_id|>', '<|end_of_text|>']),
+    ({'config.json': {'text_config': {'eos_token_id': '<|end_of_text|>'}}}, ['<|eot_id|>', '<|end_of_text|>']),
     # The first file that is there counts; ids that no token has are left out.
     (
       {'generation_config.json': {'eos_token_id': '<|eot_id|>'}, 'config.json': {'eos_token_id': '<|end_of_text|>'}},

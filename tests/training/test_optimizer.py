@@ -11,7 +11,7 @@ from flax import nnx
 
 from ragen_jax.training.optimizer import clip_by_norm, is_critic_weight, weight_decay_mask
 from tests.support import learning
-from tests.support.models import random_model
+from tests.support.models import HYBRID, random_model
 
 
 def test_weight_decay_spares_norms_and_biases():
@@ -20,6 +20,9 @@ def test_weight_decay_spares_norms_and_biases():
   assert attention['k_proj'] == {'kernel': True, 'bias': False}
   assert mask['policy']['embed_tokens'] and not mask['policy']['norm']['weight']
   assert mask['value_head'] == {'kernel': False, 'bias': False}
+  linear = nnx.to_pure_dict(weight_decay_mask(nnx.split(random_model(30, **HYBRID))[1]))['policy']['layers'][0]
+  decayed = {name for name, own in linear['linear_attn'].items() if own in (True, {'kernel': True})}
+  assert decayed == {'in_proj_qkv', 'in_proj_z', 'in_proj_b', 'in_proj_a', 'out_proj'}
 
 
 def test_the_critic_s_weights_and_moments_are_told_by_their_path():
