@@ -188,7 +188,8 @@ class GatedDeltaNet(nnx.Module):
     """
     taps = self.cfg.taps
     t = inputs.shape[1] - taps + 1
-    kernel, total = self.conv1d[...].astype(jnp.float32), 0
+    # In the type of computations first, as the sampler's copy of the weights is.
+    kernel, total = self.conv1d[...].astype(inputs.dtype).astype(jnp.float32), 0
     for i in range(taps):
       read = inputs[:, i : i + t].astype(jnp.float32)
       if place is not None:

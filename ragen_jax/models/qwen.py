@@ -473,8 +473,9 @@ class Qwen(nnx.Module):
       x, _ = layer(x, positions, mask, None, None, 0, seen_until)
       return self._lay_out(x if added is None else x + added.astype(x.dtype))
 
-    # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
-    again = functools.partial(jax.checkpoint, prevent_cse=False, policy=self._kept(remat))
+    # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that. But
+    # of several layers in an iteration, the compiler may compute all again before it needs the first.
+    again = functools.partial(jax.checkpoint, prevent_cse=self.cfg.period > 1, policy=self._kept(remat))
     mesh = None if self.activation_sharding is None else self.activation_sharding.mesh
     return scan_layers(
       layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again, inputs=deepstack, period=self.cfg.period

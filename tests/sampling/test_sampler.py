@@ -376,7 +376,7 @@ def test_rows_of_zeros_beside_the_few_rows_of_a_device_change_nothing(model, mon
       ))(params, state)
     )  # fmt: skip
     width = model.policy.cfg.intermediate_size
-    assert f'f32[{max(least, 2)},{width}] = dot_general' in products
+    assert f'f32[{max(least, 2)},{2 * width}] = dot_general' in products  # of gate and up
   (timelines, records, _), (padded, padded_records, _) = found
   assert timelines == padded
   for row, expected in records.items():
