@@ -120,7 +120,7 @@ def scan_layers(
   mesh: Mesh | None,
   checkpoint: Callable[[Callable], Callable] | None,
   inputs: jax.Array | None = None,
-  period: int = 1,
+  runs: Sequence[int] = (1,),
 ) -> jax.Array:
   """`x = run(layer, x, inputs[i])` for each layer i, as one loop over their weights; gives x.
 
@@ -132,32 +132,40 @@ def scan_layers(
     mesh: the devices over which the weights are gathered and their gradients exchanged; None for one device.
     checkpoint: applied to each layer in the body of the loop, to compute parts of it again in the backward pass; None
       keeps all.
-    inputs: [layers, ...]; None gives each layer None. Not with a `period` above 1.
-    period: layers that one turn of the loop runs; layers i and i + `period` have one structure, and it divides them.
+    inputs: [layers, ...]; None gives each layer None. Only with one layer in a turn.
+    runs: the layers of one turn of the loop, as the lengths of runs of layers of one structure. Every turn has the
+      same. A run of several is a loop of its own, or the compiler would compute several layers again at a time.
   """
 
   def stack(path, *weights):
     keep = any(name in str(getattr(p, 'key', '')) for p in path for name in _KEEP_TYPE)
     return jnp.stack([w if keep else w.astype(x.dtype) for w in weights])
 
-  graphdefs, stacks = [], []
-  for first in range(period):
-    parts = [nnx.split(layer) for layer in layers[first::period]]
+  period, first, graphdefs, stacks = sum(runs), 0, [], []
+  for count in runs:
+    parts = [nnx.split(layer) for i, layer in enumerate(layers) if first <= i % period < first + count]
     stacked = jax.tree_util.tree_map_with_path(stack, *(weights for _, weights in parts))
     if mesh is not None:
       stacked = gathered(stacked, mesh, stacked=True)  # one exchange for all layers, without a copy into the stack
+    if count > 1:
+      stacked = jax.tree.map(lambda w, count=count: w.reshape(-1, count, *w.shape[1:]), stacked)
     graphdefs.append(parts[0][0])
     stacks.append(stacked)
+    first += count
 
-  def body(x, of_layers):
-    weights, own = of_layers
-    for graphdef, of_layer in zip(graphdefs, weights, strict=True):
+  def body(x, of_turn):
+    weights, own = of_turn
+    for graphdef, count, of_run in zip(graphdefs, runs, weights, strict=True):
 
       def one(x, of_layer, own, graphdef=graphdef):
         of_layer = of_layer if mesh is None else exchanged(of_layer, mesh)
         return run(nnx.merge(graphdef, of_layer), x, own)
 
-      x = (one if checkpoint is None else checkpoint(one))(x, of_layer, own)
+      again = one if checkpoint is None else checkpoint(one)
+      if count == 1:
+        x = again(x, of_run, own)
+      else:
+        x = jax.lax.scan(lambda x, of_layer, again=again: (again(x, of_layer, None), None), x, of_run)[0]
     return x, None
 
   return jax.lax.scan(body, x, (tuple(stacks), inputs))[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -107,6 +108,11 @@ class QwenConfig:
     """After how many layers their kinds repeat, a divisor of their number."""
     kinds, n = self.kinds, self.num_layers
     return next(p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p))
+
+  @property
+  def runs(self) -> tuple[int, ...]:
+    """Lengths of the runs of layers of one kind within a `period`; one layer if all are of one kind."""
+    return tuple(len(list(run)) for _, run in itertools.groupby(self.kinds[: self.period]))
 
   @property
   def mixer_matrices(self) -> int:
@@ -473,12 +479,11 @@ class Qwen(nnx.Module):
       x, _ = layer(x, positions, mask, None, None, 0, seen_until)
       return self._lay_out(x if added is None else x + added.astype(x.dtype))
 
-    # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that. But
-    # of several layers in an iteration, the compiler may compute all again before it needs the first.
-    again = functools.partial(jax.checkpoint, prevent_cse=self.cfg.period > 1, policy=self._kept(remat))
+    # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
+    again = functools.partial(jax.checkpoint, prevent_cse=len(self.cfg.runs) > 1, policy=self._kept(remat))
     mesh = None if self.activation_sharding is None else self.activation_sharding.mesh
     return scan_layers(
-      layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again, inputs=deepstack, period=self.cfg.period
+      layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again, inputs=deepstack, runs=self.cfg.runs
     )
 
   def logits(self, hidden: jax.Array) -> jax.Array:
