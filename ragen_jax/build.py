@@ -36,6 +36,7 @@ from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import EvaluationSettings, Evaluator
 from ragen_jax.models import lora, presets
+from ragen_jax.models.checkpoint.config import is_checkpoint
 from ragen_jax.models.checkpoint.export import ExportSettings
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.runs.config_fields import read_by_training
@@ -149,14 +150,19 @@ def compute_dtype(config: ConfigDict) -> Any:
 
 def lora_config(config: ConfigDict) -> lora.LoraConfig | None:
   """The adapters of `config.lora`; None if they are off. Raises UserError if a target is unknown."""
-  known = lora.TARGETS + lora.LINEAR_TARGETS
-  if config.lora.rank:
-    known = lora.targets(presets.shape(config.model.preset, config.model.path))
   try:
-    targets = lora.parse_targets(config.lora.targets, known)
+    targets = lora.parse_targets(config.lora.targets, lora_targets(config))
   except ValueError as e:
     raise UserError(f'lora.targets={config.lora.targets!r}: {e}') from e
   return lora.LoraConfig(config.lora.rank, config.lora.alpha, targets) if config.lora.rank else None
+
+
+def lora_targets(config: ConfigDict) -> tuple[str, ...]:
+  """The projections of the model that can have adapters; those of all models while there is no checkpoint to ask."""
+  model = config.model
+  if not config.lora.rank or (model.path and not is_checkpoint(model.path)):
+    return lora.TARGETS + lora.LINEAR_TARGETS
+  return lora.targets(presets.shape(model.preset, model.path))
 
 
 def load_policy(config: ConfigDict) -> LanguageModel:

@@ -32,7 +32,7 @@ from ragen_jax.config.sft_checks import check_sft
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
 from ragen_jax.distributed.sharding import row_shards
-from ragen_jax.models import lora, presets
+from ragen_jax.models import presets
 from ragen_jax.models.attention import IMPLEMENTATIONS
 from ragen_jax.models.attention_choice import AUTO, choose_attention
 from ragen_jax.models.checkpoint import peft as adapter_files
@@ -156,8 +156,7 @@ def _check_adapters(config: ConfigDict) -> None:
   if not config.lora.path:
     return
   rules.check(config, 'lora.path', adapters is not None, 'needs lora.rank above 0')
-  shape = presets.shape(config.model.preset, config.model.path)
-  found = adapter_files.read_config(config.lora.path, lora.targets(shape))
+  found = adapter_files.read_config(config.lora.path, build.lora_targets(config))
   if found != adapters:
     raise UserError(
       f'lora.path={config.lora.path!r}: has rank {found.rank}, alpha {found.alpha} and targets '

@@ -127,7 +127,7 @@ def test_a_plan_of_nothing_is_refused(fields, message):
 )
 def test_adapters_of_another_shape_than_the_configs_are_refused(monkeypatch, fields, words):
   found = LoraConfig(rank=8, alpha=16, targets=('q_proj', 'v_proj'))
-  monkeypatch.setattr(checks.adapter_files, 'read_config', lambda path: found)
+  monkeypatch.setattr(checks.adapter_files, 'read_config', lambda path, known: found)
   message = rf"^lora\.path='a': {words}.*; set lora\.rank, lora\.alpha and lora\.targets to these$"
   assert_refused(_check, small_config({'lora.path': 'a'} | fields), message)
   same = {'lora.rank': 8, 'lora.alpha': 16, 'lora.targets': 'q_proj,v_proj'}
