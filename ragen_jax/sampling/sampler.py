@@ -19,9 +19,10 @@ from ragen_jax.distributed.sharding import (
   sampling_spec,
   without_axis,
 )
+from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.features import ImageColumns
-from ragen_jax.sampling import capacity
+from ragen_jax.sampling import capacity, kv_cache
 from ragen_jax.sampling.decode import Reply
 from ragen_jax.sampling.draw import RowSampling, Sampling
 from ragen_jax.sampling.kv_cache import SamplerState
