@@ -129,5 +129,5 @@ def test_patches_of_another_grid_are_refused():
 
 
 def test_a_text_model_reads_no_images():
-  with pytest.raises(UserError, match=r'^the model reads text only \(its config\.json has no vision_config\)'):
+  with pytest.raises(UserError, match=r'^the model reads text only, and there are images$'):
     adapted(config=None).see(jnp.zeros((1, 24, 24)), (4, 6))
