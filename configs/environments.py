@@ -201,7 +201,7 @@ def by_tag() -> ConfigDict:
   )
   # Sudoku on the usual board of 9 x 9 cells; its prompt and ten turns need a long agent.max_context.
   envs.Sudoku9x9 = _like(envs.Sudoku, side=9, empty_cells=40, max_turns=10, max_actions=50)
-  # Find an object in a room, with first-person pictures, see docs/vision.md.
+  # Find an object in a room, with first-person pictures, see docs/navigation.md.
   envs.Navigation = ConfigDict(
     {
       'type': 'navigation',

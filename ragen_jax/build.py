@@ -300,12 +300,13 @@ def _seen_columns(config: ConfigDict, model: LanguageModel) -> SeenColumns | Non
 
 def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
   """What the sizes of micro-batches depend on."""
-  a, policy = config.algorithm, model.model.policy
+  a = config.algorithm
+  trunks = [trunk for trunk in (model.model.policy, model.model.critic) if trunk is not None]
   return fill(
     SizeSettings, config.optimizer, max_context=config.agent.max_context, length_step=config.length_step,
     whole_rows=not (a.mask_loss and a.mask_advantages), shards=row_shards(model.mesh), remat=config.model.remat,
     most_columns=batch_sizes.HOST_COLUMNS if _on_one_cpu(model) else batch_sizes.ANY_COLUMNS,
-    most_shared=policy.tree_columns,
+    most_shared=min(trunk.tree_columns for trunk in trunks),
   )  # fmt: skip
 
 

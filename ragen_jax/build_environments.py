@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -49,6 +50,8 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
     wording = {name: options.pop(name, default) for name, default in OPTIONAL.items()}
     _check_optional(config, tag, wording, by_programs=env_type == registry.AgentTasks.name)
     budget = Budget(**numbers)
+    if 'observation' in options and not _is_option('observation', env_type):  # it is no grid
+      raise UserError(f'envs.{tag}.observation={shown!r}: allowed: text, image')
     try:
       with contextlib.nullcontext() if env_type in _OWN_CODE else foreign.calling(f'envs.{tag}'):
         env = registry.make(env_type, options)
@@ -102,6 +105,11 @@ def check_needs(specs: Iterable[EnvSpec], episodes: Mapping[str, int] = MappingP
       raise UserError(f'envs.{tag}: {one_line(e, str)}') from e
     except Exception as e:
       raise UserError(f'envs.{tag}: check failed ({describe_error(e)})') from e
+
+
+def _is_option(name: str, env_type: str) -> bool:
+  """Whether environments of the type have an option; True for classes outside this package."""
+  return env_type not in registry.TYPES or name in {f.name for f in dataclasses.fields(registry.TYPES[env_type])}
 
 
 def _tile(tag: str, options: dict[str, Any]) -> int | None:

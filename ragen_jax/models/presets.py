@@ -12,7 +12,7 @@ from ragen_jax.models.qwen import FULL, LINEAR, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig, read_processor
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import UserError, did_you_mean
 
 TINY, TINY_VL = 'tiny', 'tiny-vl'
 # Name -> folder beside this module. `TINY_VL` reads images.
@@ -194,8 +194,13 @@ def shape(preset: str, path: str) -> QwenConfig:
   if preset in BUILT_IN:
     return read_config(resolve(preset, ''))
   if preset not in _SHAPES:
-    raise UserError(f'model.preset={preset!r} is not one of {", ".join(names())}')
+    raise UserError(_unknown(preset))
   return _SHAPES[preset]
+
+
+def _unknown(preset: str) -> str:
+  hint = did_you_mean(preset, names())
+  return f'model.preset={preset!r}: there is no such model; {hint}allowed: {", ".join(names())}; each also with -lora'
 
 
 def processor(preset: str, path: str) -> ProcessorConfig | None:
@@ -228,7 +233,7 @@ def resolve(preset: str, path: str) -> str:
     _check_checkpoint(directory, f'model.preset={preset!r}: {directory}')
     return directory
   if preset not in PRESETS:
-    raise UserError(f'model.preset={preset!r} is not one of {", ".join(names())}')
+    raise UserError(_unknown(preset))
   return _download(preset, PRESETS[preset])
 
 

@@ -122,7 +122,7 @@ class Trainer:
     self.replay = ReplayBuffer(settings.replay)
     self._shapes: list[tuple[int, int, int]] = []
     self.recorder = Recorder(settings.records, player, model.tokenizer)
-    self._warned: set[str] = set()
+    self._warned: set[tuple[str, str]] = set()
     self._failed = 0  # consecutive rollouts without an episode to learn from, because their environments failed
 
   @property
@@ -213,11 +213,11 @@ class Trainer:
       'paid': learnable.paid_invalid_replies(episodes),
       'equal': [scores] if scores else [],
     }
-    for kind, lines in found.items():
+    now = {(kind, line.partition(':')[0]): line for kind, lines in found.items() for line in lines}  # by environment
+    for kind, line in now.items():
       if kind not in self._warned:
-        for line in lines:
-          _log.warning(line)
-    self._warned = {kind for kind, lines in found.items() if lines}
+        _log.warning(line)
+    self._warned = set(now)
 
   def rollout(self, state: TrainState, attempt: int = 0) -> Rollout:
     """Plays a fresh level for each group; `attempt`, the number of the iteration's earlier rollouts, gives others."""

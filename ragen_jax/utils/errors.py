@@ -89,9 +89,10 @@ def describe_error(error: BaseException) -> str:
 
 def out_of_memory(error: RuntimeError) -> str:
   """What to do, in one line, if a device had no memory left for a program of JAX; '' for other errors."""
-  if 'RESOURCE_EXHAUSTED' not in str(error):
+  message = str(error)
+  if type(error).__name__ not in ('JaxRuntimeError', 'XlaRuntimeError') or 'out of memory' not in message.lower():
     return ''
-  reason = one_line(str(error).partition('\n')[0], str)[:_SHOWN]
+  reason = one_line(message.partition('\n')[0], str)[:_SHOWN]
   return (
     f'a device ran out of memory ({reason}); try model.remat=True, a smaller optimizer.micro_batch_size (with '
     '--mode=sft a smaller sft.batch_size) or agent.rows_in_flight, or LoRA; docs/troubleshooting.md#out-of-memory says '

@@ -114,7 +114,7 @@ def test_a_run_says_once_that_it_has_nothing_to_learn_from(caplog):
   assert len(said) == 2 and '4 of 4 first replies' in said[0] and said[1].startswith('nothing to learn from')
   caplog.clear()
   with caplog.at_level(logging.WARNING):  # what was not said yet
-    trainer._warn([episode(False, -0.1, later=False)] * 5 + [episode(True, -0.3)] * 4)
+    trainer._warn([episode(i > 4, -0.3 if i > 4 else -0.1, later=i > 4, tag='FrozenLake') for i in range(9)])
   assert [r.getMessage().split(':')[1] for r in caplog.records] == [' invalid replies pay']
   caplog.clear()
   trainer._warn([episode(True, float(i)) for i in range(4)])

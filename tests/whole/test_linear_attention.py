@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from ragen_jax import build
+from ragen_jax.agent.language_model import LanguageModel
+from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models.linear_attention import LinearConfig
+from ragen_jax.models.value_head import ActorCritic
 from tests.support.configs import small_config
-from tests.support.models import HYBRID, random_policy
+from tests.support.models import HYBRID, random_model, random_policy
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,11 @@ def test_an_iteration_has_the_log_probs_of_the_sampler(tmp_path, fields):
   assert gaps and max(gaps) < 1e-4, gaps
   assert metrics['actor/grad_norm'] > 0 and np.isfinite(metrics['actor/pg_loss'])
   assert not metrics.get('perf/shared_tokens', 0)
+
+
+@pytest.mark.parametrize(('policy', 'critic'), [({}, HYBRID), (HYBRID, {}), ({}, {})])
+def test_rows_of_a_bin_share_their_beginnings_only_if_no_trunk_has_linear_attention(policy, critic):
+  model = ActorCritic(random_model(32, **policy).policy, random_model(32, **critic).policy)
+  loaded = LanguageModel('', model, None, None, make_mesh(1, 1, 1))
+  shared = build.size_settings(small_config(optimizer__packing=True), loaded).most_shared
+  assert (shared > 0) == (policy == critic == {})

@@ -121,6 +121,8 @@ def read_config(directory: str) -> QwenConfig:
   family = _family(raw, where)
   if family in _TEXT_MODELS:
     text = (raw.get('text_config') or {}) if 'text_config' in raw else raw
+    if not isinstance(text, dict):
+      raise UserError(f'{where}: text_config={text!r} must be an object')
     text = text | {name: raw[name] for name in ('tie_word_embeddings', 'quantization_config') if name in raw}
     return _read_trunk(text, _TEXT_MODELS[family], where)
   if family not in vision_config.TRUNKS:

@@ -40,6 +40,12 @@ def read(raw: dict[str, Any], num_layers: int, head_dim: int, where: str) -> dic
   if linear.taps < 2:
     raise UserError(f'{where}: linear_conv_kernel_dim={linear.taps} must be at least 2')
   kinds = _kinds(raw, num_layers, where)
+  if not isinstance(_rope(raw), dict):
+    raise UserError(f'{where}: rope_parameters={_rope(raw)!r} must be an object')
+  if type(rotated(raw)) not in (int, float) or not 0 < rotated(raw) <= 1:
+    raise UserError(f'{where}: partial_rotary_factor={rotated(raw)!r} must be a number above 0, at most 1')
+  if _rope(raw).get('mrope_interleaved') not in (None, True):
+    raise unsupported(_rope(raw), 'mrope_interleaved', 'only True is', where)
   width = round(rotated(raw) * head_dim)
   if abs(width - rotated(raw) * head_dim) > 1e-6 or width % 2 or not 0 < width <= head_dim:
     raise UserError(
@@ -47,8 +53,9 @@ def read(raw: dict[str, Any], num_layers: int, head_dim: int, where: str) -> dic
     )
   half = width // 2
   sections = _rope(raw).get('mrope_section') or [half - half // 3 - (half + 1) // 3, (half + 1) // 3, half // 3]
-  if not isinstance(sections, list) or len(sections) != AXES or sum(sections) != half:
-    raise UserError(f'{where}: mrope_section={sections!r} must be {AXES} numbers with the sum {half}')
+  whole = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
+  if not whole or len(sections) != AXES or sum(sections) != half:
+    raise UserError(f'{where}: mrope_section={sections!r} must be {AXES} whole numbers with the sum {half}')
   return {
     'layer_kinds': kinds,
     'linear': linear,
@@ -79,7 +86,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 def rotated(raw: dict[str, Any]) -> float:
   """The share of a head that the rotary embedding rotates."""
-  found = [fields.get('partial_rotary_factor') for fields in (_rope(raw), raw)]
+  found = [fields.get('partial_rotary_factor') for fields in (_rope(raw), raw) if isinstance(fields, dict)]
   return next((x for x in found if x is not None), _ROTATED)
 
 

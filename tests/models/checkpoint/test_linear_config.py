@@ -79,6 +79,12 @@ def hybrid(tmp_path):
     ({'attention_bias': True}, 'attention_bias=True is not supported'),
     ({'rope_parameters': {'partial_rotary_factor': 0.5}}, 'partial_rotary_factor=0.5 must make an even number'),
     ({'rope_parameters': {'partial_rotary_factor': 1, 'mrope_section': [1, 1, 0]}}, 'with the sum 3'),
+    ({'rope_parameters': {'partial_rotary_factor': 1, 'mrope_section': [1, 1, '1']}}, 'whole numbers with the sum 3'),
+    ({'rope_parameters': {'partial_rotary_factor': 1, 'mrope_section': [5, -1, -1]}}, 'whole numbers with the sum 3'),
+    ({'rope_parameters': {'partial_rotary_factor': 1, 'mrope_interleaved': False}}, 'mrope_interleaved=False'),
+    ({'rope_parameters': {'partial_rotary_factor': '0.25'}}, "partial_rotary_factor='0.25' must be a number above 0"),
+    ({'rope_parameters': {'partial_rotary_factor': float('nan')}}, 'partial_rotary_factor=nan must be a number'),
+    ({'rope_parameters': [1]}, 'rope_parameters=[1] must be an object'),
     (
       {'rope_parameters': {'rope_type': 'yarn', 'partial_rotary_factor': 1 / 3}},
       "rope_parameters.rope_type='yarn' is not supported",
