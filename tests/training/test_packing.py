@@ -320,6 +320,7 @@ def test_a_packed_run_learns_what_an_unpacked_one_does(policy, context):
   found = []
   for packing in (False, True):
     trainer, state = learning.make_trainer(policy, optimizer__packing=packing, **fields)
+    shared = trainer.learner.traces, trainer.scorer.traces['score']  # the trainers share their programs
     _, selection = trainer.collect(state)
     batch, estimates = trainer.estimate(state, selection)
     before = learning.copied(state)
@@ -328,9 +329,9 @@ def test_a_packed_run_learns_what_an_unpacked_one_does(policy, context):
     traces = trainer.learner.traces, dict(trainer.scorer.traces)
     trainer.update(before, batch, selection)
     assert traces == (trainer.learner.traces, dict(trainer.scorer.traces))
-    found.append((batch, estimates, metrics, jax.device_get(state.trained), traces))
-  (alone, estimates, metrics, weights, _), (packed, packed_estimates, packed_metrics, packed_weights, traces) = found
-  assert traces[0] == 1 and traces[1]['score'] == 1
+    assert (traces[0] - shared[0], traces[1]['score'] - shared[1]) == (1, 1) or not packing
+    found.append((batch, estimates, metrics, jax.device_get(state.trained)))
+  (alone, estimates, metrics, weights), (packed, packed_estimates, packed_metrics, packed_weights) = found
   width = alone.mask.shape[1]
   for name in ('old_logprobs', 'old_values', 'ref_logprobs', 'advantages', 'returns', 'importance'):
     a, b = getattr(alone, name), getattr(packed, name)
