@@ -29,6 +29,10 @@ HYBRID = {
   'linear': LinearConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4),
 }
 
+# The same with wider heads: in heads of a few numbers, an answer of the memory may be near 0, of which the norm shows
+# the rounding.
+WIDE_HYBRID = HYBRID | {'linear': LinearConfig(key_heads=2, value_heads=4, key_dim=32, value_dim=32, taps=4)}
+
 
 def random_model(vocab_size: int, *, seed: int = 0, kv_heads: int = 2, **fields) -> ActorCritic:
   """A tiny random policy whose value head is not zero; `fields` are others of its config."""

@@ -8,10 +8,9 @@ import pytest
 from ragen_jax import build
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.value_head import ActorCritic
 from tests.support.configs import small_config
-from tests.support.models import HYBRID, random_model, random_policy
+from tests.support.models import HYBRID, WIDE_HYBRID, random_model, random_policy
 
 
 @pytest.mark.parametrize(
@@ -26,9 +25,7 @@ from tests.support.models import HYBRID, random_model, random_policy
 def test_an_iteration_has_the_log_probs_of_the_sampler(tmp_path, fields):
   """Rows wait, go on in the middle of replies and share prompts; the rows of a bin share none."""
   config = small_config(agent__max_response_tokens=12, envs__FrozenLake__max_turns=2, **fields)
-  # In heads of a few numbers, an answer of the memory may be near 0, of which the norm shows the rounding.
-  wide = LinearConfig(key_heads=2, value_heads=4, key_dim=32, value_dim=32, taps=4)
-  saved = random_policy(config, tmp_path, **HYBRID | {'linear': wide})
+  saved = random_policy(config, tmp_path, **WIDE_HYBRID)
   config.model.path = saved.directory
   trainer = build.make_trainer(config, build.load_policy(config))
   state = trainer.init()

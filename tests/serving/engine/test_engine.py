@@ -20,7 +20,7 @@ from ragen_jax.serving.engine.settings import EngineSettings
 from ragen_jax.serving.errors import EngineStopped, QueueFull
 from ragen_jax.serving.types import Finish
 from tests.support.configs import small_config
-from tests.support.models import HYBRID
+from tests.support.models import WIDE_HYBRID
 from tests.support.processes import copy_python
 from tests.support.serving import (
   PATIENCE,
@@ -121,7 +121,7 @@ def test_a_reply_does_not_depend_on_what_is_sampled_beside_it_nor_on_what_was_be
 @pytest.mark.slow
 def test_replies_of_a_model_with_memories_are_those_of_forward_passes_whatever_the_rows_held():
   """Equal prompts, other endings of a prompt, conversations that go on in their row, stop strings in a chunk."""
-  sampler, params = small_sampler(**HYBRID)
+  sampler, params = small_sampler(**WIDE_HYBRID)
   first = [
     request(base[:n], seed=i, stop=stop)
     for i, (base, n, stop) in enumerate(
