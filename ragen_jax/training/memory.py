@@ -210,9 +210,7 @@ def update_memory(
     if trunk is None:
       continue
     c, size = trunk.cfg, np.dtype(dtype or trunk.dtype).itemsize
-    by_kind = {kind: _of_column(c, kind, size, tensor, _rank(params[name])) for kind in set(c.kinds)}
-    layer = max(held for _, held in by_kind.values())
-    of_trunk = {remat: sum(by_kind[kind][0][remat] for kind in c.kinds) for remat in REMAT}
+    of_trunk, layer = _of_all_layers(c, size, tensor, _rank(params[name]))
     casts = _bytes(params[name]['layers'], mesh, size)
     for remat, column in of_trunk.items():
       once = casts if trunk.scan_layers or copies or remat == 'none' else 0
@@ -269,6 +267,13 @@ def update_memory(
     head_column=0 if logits_chunk else 4 * logits, layers=always + layers, layers_column=widest, scores_column=scores,
     most_scores=3 * 4 * _MOST_SCORES, one_piece=1.0 if platform in ('cpu', 'tpu') else _ONE_PIECE,
   )  # fmt: skip
+
+
+def _of_all_layers(c: QwenConfig, size: int, tensor: int, rank: int) -> tuple[dict[str, int], int]:
+  """The sums over the layers of what `_of_column` says is kept, and the most that one of them holds."""
+  by_kind = {kind: _of_column(c, kind, size, tensor, rank) for kind in set(c.kinds)}
+  kept = {remat: sum(by_kind[kind][0][remat] for kind in c.kinds) for remat in REMAT}
+  return kept, max(held for _, held in by_kind.values())
 
 
 def _of_column(c: QwenConfig, kind: str, size: int, tensor: int, rank: int) -> tuple[dict[str, int], int]:
