@@ -68,7 +68,8 @@ def test_options_of_images(seeing):
      r"^envs\.Bandit\.observation='image': bandit draws no images$"),
     ({'train__tags': ('Bandit',), 'envs__Bandit__observation': 'text'},
      r"^envs\.Bandit\.observation='text': bandit has no such option, since it draws no images$"),
-    ({'train__tags': ('Game2048',), 'envs__Game2048__observation': 'grid'}, r"^envs\.Game2048\.observation='grid': allowed: text, image$"),
+    ({'train__tags': ('Game2048',), 'envs__Game2048__observation': 'grid'},
+     r"^envs\.Game2048\.observation='grid': allowed: text, image$"),
   ):  # fmt: skip
     assert_refused(check_config, _changed(seeing, **fields), message)
   for observation in ('text', 'coord'):
