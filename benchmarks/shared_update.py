@@ -15,7 +15,8 @@ tokens with the lengths that the games have:
 
 An update is one optimiser step of GRPO on all rows, with the packing of the config. Each side has a process of its
 own, for its peak memory. Each takes a step that is not counted, because it compiles; then both take steps in turns, A B
-A B. The first steps of the two have the same weights, so their losses are compared.
+A B. The ratio is that of the CPU time of all threads, which other programs of the machine hardly change. The first
+steps of the two have the same weights, so their losses are compared.
 
 With --topology, nothing is run: the compiler of these chips estimates the device time of the gradients of both sides,
 in bfloat16, with sizes chosen for the memory of the chips. It needs requirements-aot.txt, and no weights in DIR.
@@ -159,11 +160,12 @@ def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> N
   with mock.patch.object(packing, 'tokens_to_share', share):
     for _ in sys.stdin:
       batch, _ = trainer.estimate(state, chosen)
-      start = time.perf_counter()
+      start, start_cpu = time.perf_counter(), time.process_time()
       state, metrics = trainer.update(state, batch, chosen)
       jax.block_until_ready(state.trained)
       answer = {
-        'seconds': time.perf_counter() - start, 'loss': float(metrics['actor/pg_loss']),
+        'seconds': time.perf_counter() - start, 'cpu_seconds': time.process_time() - start_cpu,
+        'loss': float(metrics['actor/pg_loss']),
         'grad_norm': float(metrics['actor/grad_norm']), 'shared_tokens': float(metrics.get('perf/shared_tokens', 0)),
         'peak_gib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
       }  # fmt: skip
@@ -221,13 +223,16 @@ def measure(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
     for process in sides.values():
       process.kill()
       process.wait()
-  seconds = {side: [round(x['seconds'], 2) for x in own[1:]] for side, own in found.items()}
-  medians = {side: statistics.median(own) for side, own in seconds.items()}
+
+  def times(of: str) -> dict[str, list[float]]:
+    return {side: [round(x[of], 2) for x in own[1:]] for side, own in found.items()}
+
+  medians = {side: statistics.median(own) for side, own in times('cpu_seconds').items()}
   first = {side: own[0] for side, own in found.items()}
   return {
     'model': model.partition('=')[0], 'case': case, 'lora': args.lora and '=' in model, 'tokens': tokens[SIDES[0]],
-    'shared_tokens': round(first[SIDES[0]]['shared_tokens'], 4), 'seconds': seconds,
-    'ratio': round(medians[SIDES[1]] / medians[SIDES[0]], 2),
+    'shared_tokens': round(first[SIDES[0]]['shared_tokens'], 4), 'seconds': times('seconds'),
+    'cpu_seconds': times('cpu_seconds'), 'ratio': round(medians[SIDES[1]] / medians[SIDES[0]], 2),
     'peak_gib': {side: round(own[-1]['peak_gib'], 2) for side, own in found.items()},
     'loss': {side: own['loss'] for side, own in first.items()},
     'grad_norm': {side: own['grad_norm'] for side, own in first.items()},

@@ -117,7 +117,10 @@ def _differences(case, meshes):
 
 @pytest.mark.parametrize(
   ('case', 'meshes'),
-  [('layers', _DATA), ('loop', _DATA), *(pytest.param(x, _OTHERS, marks=pytest.mark.slow) for x in ('layers', 'loop'))],
+  [
+    ('layers', _DATA),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in (('loop', _DATA), ('layers', _OTHERS), ('loop', _OTHERS))),
+  ],
 )
 def test_gradients_of_divided_weights_are_those_of_one_device(case, meshes):
   found = _differences(case, meshes)
@@ -128,7 +131,8 @@ def test_gradients_of_divided_weights_are_those_of_one_device(case, meshes):
   assert len(found) == 8 and max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize('meshes', [_DATA, pytest.param(_OTHERS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('meshes', [_DATA, _OTHERS])
 def test_the_gradient_of_an_embedding_adds_up_in_float32(meshes):
   # One token in 384 columns: in bfloat16, a sum of so many would lose the last ones.
   found = _differences('one token', meshes)

@@ -132,6 +132,7 @@ def test_a_combination_that_fails_is_a_result_and_a_part_that_fails_is_a_failure
   ]
 
 
+@pytest.mark.slow
 def test_a_process_that_xla_ends_leaves_its_message():
   job = accelerator.Job('decode', 'x', 'setup', 0, 60, flags=('--xla_no_such_flag=1',))
   found = accelerator.run(job, {'quick': True, 'checkpoint': '/nowhere', 'seed': 0}, 60)
@@ -139,6 +140,7 @@ def test_a_process_that_xla_ends_leaves_its_message():
   assert found['xla_flags'] == ['--xla_no_such_flag=1'] and found['job_s'] > 0
 
 
+@pytest.mark.slow
 def test_a_job_that_raises_leaves_its_error():
   job = accelerator.Job('attention', '', 'attention', 0, 60)
   found = accelerator.run(job, {'quick': True, 'checkpoint': '/nowhere', 'seed': 0}, 60)

@@ -138,6 +138,7 @@ def _package(root, *quoted):
   subprocess.run(['git', 'init', '-q'], cwd=root, check=True)
 
 
+@pytest.mark.slow
 def test_breaks_are_killed_or_survive(tool, tmp_path, capfd):
   _package(tmp_path, ('x > 10', 'x > 30'), ('x + 1', 'x + 2'))
   before = (tmp_path / 'shop' / 'price.py').read_text()
