@@ -274,7 +274,7 @@ def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -
   """The memory of the update per device; `dtype` of computations is that of the model unless it is given."""
   a = config.algorithm
   return memory.update_memory(
-    model, logits_chunk=_logits_chunk(config, model), width=size_settings(config, model).width,
+    model, logits_chunk=_logits_chunk(config, model), width=size_settings(config, model).widest,
     reference=a.kl_loss_coef > 0 or a.kl_reward_coef > 0, platform=model.mesh.devices.flat[0].platform, dtype=dtype,
     images=_seen_columns(config, model),
   )  # fmt: skip
@@ -306,7 +306,7 @@ def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
     SizeSettings, config.optimizer, max_context=config.agent.max_context, length_step=config.length_step,
     whole_rows=not (a.mask_loss and a.mask_advantages), shards=row_shards(model.mesh), remat=config.model.remat,
     most_columns=batch_sizes.HOST_COLUMNS if _on_one_cpu(model) else batch_sizes.ANY_COLUMNS,
-    most_shared=min(trunk.tree_columns for trunk in trunks),
+    most_shared=min(trunk.tree_columns for trunk in trunks), skips_unseen=_on_one_cpu(model),
   )  # fmt: skip
 
 

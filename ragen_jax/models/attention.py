@@ -28,6 +28,9 @@ _TILE, _PART = 128, 8
 
 # Queries per block in `attend_causal_by_row`.
 _ROW_BLOCK = 64
+# Longer rows go through a loop over blocks of so many queries and keys: one body is compiled, and pairs of blocks in
+# which no query sees a key are left out.
+_LOOP_FROM, _LOOP_QUERIES, _LOOP_KEYS = 512, 128, 256
 
 # The implementations of `causal`.
 IMPLEMENTATIONS = ('einsum', 'blocks', 'flash', 'splash', 'cudnn')
@@ -262,8 +265,11 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: j
   """`causal` attention, one row at a time and in blocks of queries, recomputed in the backward pass.
 
   On a CPU, the scores of a whole batch exceed the processor's cache and the scores of a block do not. A block also
-  skips the keys that come after it. Rows must not be sharded, since the function loops over them.
+  skips the keys that come after it, and in long rows all blocks of keys that it does not see. Rows must not be sharded,
+  since the function loops over them.
   """
+  if q.shape[1] > _LOOP_FROM:
+    return jax.lax.map(_attend_to_seen_blocks, (q, k, v, seen_until)).astype(q.dtype)
 
   @jax.checkpoint
   def one_row(row):
@@ -278,6 +284,11 @@ def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: j
     return _attend_in_blocks(q, k, v, visible)
 
   return jax.lax.map(one_row, (q, k, v, seen_until)).astype(q.dtype)
+
+
+def row_scores(columns: int) -> int:
+  """Scores of each head that `attend_causal_by_row` holds at once for rows of so many columns, in its gradient."""
+  return columns**2 // 2 if columns <= _LOOP_FROM else 3 * _LOOP_QUERIES * columns
 
 
 def _attend_in_blocks(
@@ -306,3 +317,57 @@ def _attend_in_blocks(
     out = jnp.matmul(weights.reshape(kv, -1, size).astype(v.dtype), v[:, :size], preferred_element_type=jnp.float32)
     blocks.append((out[..., :-1] / out[..., -1:]).reshape(kv, n // kv, end - start, h))
   return jnp.transpose(jnp.concatenate(blocks, axis=2), (2, 0, 1, 3)).reshape(t, n, h)
+
+
+def _attend_to_seen_blocks(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+  """Causal attention of one row: [T, N, H] from queries [T, N, H], keys and values [T, K, H] and seen_until i32[T]."""
+  q, k, v, seen_until = row
+  (t, n, h), kv, block = q.shape, k.shape[1], _LOOP_QUERIES
+  more = -t % block
+  q, k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) for x in (q * jnp.asarray(h**-0.5, q.dtype), k, v))
+  if seen_until is not None:
+    seen_until = jnp.pad(seen_until, (0, more), constant_values=trees.ALWAYS)
+  q = jnp.transpose(q.reshape(-1, block, kv, n // kv, h), (0, 2, 3, 1, 4)).reshape(-1, kv, n // kv * block, h)
+  k = jnp.transpose(k, (1, 2, 0))
+  v = jnp.transpose(jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1), (1, 0, 2))
+  parts = [slice(first, min(first + _LOOP_KEYS, t + more)) for first in range(0, t + more, _LOOP_KEYS)]
+
+  @jax.checkpoint
+  def one_block(x):
+    q, number = x
+    queries = number * block + jnp.arange(block)[:, None]
+
+    def visible(part):
+      keys = jnp.arange(part.start, part.stop)
+      own = keys <= queries
+      return own if seen_until is None else own & (queries < seen_until[part])
+
+    def score(part, mask):
+      scores = jnp.matmul(q, k[:, :, part], preferred_element_type=jnp.float32)
+      return jnp.where(jnp.tile(mask, (n // kv, 1)), scores, _MASKED)
+
+    def weigh(part, scores):
+      weights = jnp.exp(scores - most).astype(v.dtype)
+      return jnp.matmul(weights, v[:, part], preferred_element_type=jnp.float32)
+
+    masks = [visible(part) for part in parts]
+    seen = [mask.any() for mask in masks]
+    scores = [
+      jax.lax.cond(
+        any_, functools.partial(score, part, mask), functools.partial(_masked, (*q.shape[:2], mask.shape[1]))
+      )
+      for any_, part, mask in zip(seen, parts, masks, strict=True)
+    ]
+    most = jax.lax.stop_gradient(functools.reduce(jnp.maximum, [x.max(axis=-1, keepdims=True) for x in scores]))
+    out = sum(
+      jax.lax.cond(any_, functools.partial(weigh, part, x), lambda: jnp.zeros((*q.shape[:2], h + 1), jnp.float32))
+      for any_, part, x in zip(seen, parts, scores, strict=True)
+    )
+    return out[..., :-1] / out[..., -1:]
+
+  out = jax.lax.map(one_block, (q, jnp.arange(len(q)))).reshape(-1, kv, n // kv, block, h)
+  return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(t + more, n, h)[:t]
+
+
+def _masked(shape: tuple[int, ...]) -> jax.Array:
+  return jnp.full(shape, _MASKED, jnp.float32)

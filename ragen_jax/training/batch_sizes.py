@@ -16,6 +16,8 @@ _BIN_STEP = 128
 _REPLY_STEP = 512
 # Bins may be so wide even if no row is: in wider bins fewer columns stay empty, and attention costs more.
 _BIN_WIDTH = 2048
+# Rows that share their beginnings may fill bins of so many times this width, where attention skips what is not seen.
+_WIDER = 2
 _GIB = 2**30
 
 # Values of `config.model.remat`.
@@ -40,6 +42,7 @@ class SizeSettings:
     whole_rows: any column may be a scored token, not only the sampled ones.
     shards: parts into which rows are divided.
     most_columns: columns of a device that go through the model at once, where their number is chosen from the memory.
+    skips_unseen: whether attention takes no time for the columns that a row does not see.
   """
 
   mini_batch_size: int
@@ -52,6 +55,7 @@ class SizeSettings:
   remat: bool | str
   most_columns: int
   most_shared: int
+  skips_unseen: bool = False
 
   @property
   def economical(self) -> str:
@@ -64,6 +68,12 @@ class SizeSettings:
     if self.packing:
       return max(round_up(self.max_context, _BIN_STEP), _BIN_WIDTH)
     return round_up(self.max_context, self.length_step)
+
+  @property
+  def widest(self) -> int:
+    """The most columns of a bin whose rows share their beginnings."""
+    wider = self.packing and self.skips_unseen and self.most_shared > self.width
+    return min(_WIDER * self.width, self.most_shared) if wider else self.width
 
 
 def remat_settings(
@@ -106,7 +116,9 @@ def batching(
     columns = micro * s.width // s.shards
     if not s.micro_batch_size:
       columns = min(memory().columns(limit(), s.economical), rows * s.width, s.most_columns)
-    packing = PackingSettings(_BIN_STEP, s.width, max(columns, s.width), s.shards, _REPLY_STEP, s.most_shared)
+    packing = PackingSettings(
+      _BIN_STEP, s.width, max(columns, s.width), s.shards, _REPLY_STEP, s.most_shared, min(s.widest, columns)
+    )
   return BatchingSettings(micro_batch_size=micro, length_step=s.length_step, whole_rows=s.whole_rows, packing=packing)
 
 

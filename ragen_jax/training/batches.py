@@ -96,6 +96,8 @@ class PackingSettings:
     shards: parts into which the bins of a micro-batch are divided.
     reply_step: the number of scored tokens of a rollout's rows is rounded up to 1, 2, 4, ... times this.
     most_shared: columns of the widest bins in which rows share their beginnings; 0 for none.
+    widest: columns of bins that rows may fill only because they share their beginnings, one for each device; 0 for no
+      wider ones than `width`.
   """
 
   step: int
@@ -104,6 +106,7 @@ class PackingSettings:
   shards: int
   reply_step: int
   most_shared: int = 0
+  widest: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import optimizer_shardings, trained_shardings, tree_shardings
 from ragen_jax.models import lora
-from ragen_jax.models.attention import HOLDING_SCORES
+from ragen_jax.models.attention import HOLDING_SCORES, row_scores
 from ragen_jax.models.layers import is_frozen
 from ragen_jax.models.qwen import LINEAR, REMAT, Qwen, QwenConfig
 from ragen_jax.utils import host_memory
@@ -184,7 +184,7 @@ def update_memory(
                     P a: the gradients of the layers' weights, if layers are scanned, which are set to 0 before
     in the layers   V D 4 twice: the sums of the gradient of the embedding, which logits do not hold; or V D a of frozen
                     weights as above
-                    T^2 N 4 / 2: the scores of a row
+                    T^2 N 4 / 2: the scores of a row; 3 B T N 4 if it is long, of a block of B queries
 
   With images, a trunk also holds what `_tower` counts for each column.
 
@@ -237,7 +237,7 @@ def update_memory(
     # The trunks run one after the other.
     widest = max(widest, layer)
     if trunk.attention.by_row:
-      one_row = max(one_row, 2 * width**2 * c.num_heads // tensor)
+      one_row = max(one_row, 4 * row_scores(width) * c.num_heads // tensor)
     elif holds_scores:
       scores = max(scores, 3 * 4 * width * c.num_heads // tensor)
   layers += stacked

@@ -77,7 +77,7 @@ def bin_shapes(settings: PackingSettings, longest: int = 0) -> list[tuple[int, i
   """(bins, width, replies) of all programs that packed rows may need, ascending.
 
   They are the bins of a call on all devices, and the columns and scored tokens of a bin. `longest` is the columns of
-  the longest row, if it is longer than `settings.width`.
+  the longest row, if it is longer than `settings.width`. Only rows that share their beginnings use wider bins than it.
   """
   widest = max(settings.width, round_up(longest, settings.step))
   widths = [widest]
@@ -90,6 +90,9 @@ def bin_shapes(settings: PackingSettings, longest: int = 0) -> list[tuple[int, i
     most = max(settings.columns // width, 1)  # bins of a call on one device
     counts = [2**n for n in range(1, most.bit_length()) if n == 1 or width >= widest * _MANY] or [1]
     shapes += [(bins * settings.shards, width, int(share * width)) for bins in counts for share in _REPLIES]
+  while (wider := round_up(int(widths[0] * _RATIO), settings.step)) <= settings.widest:
+    widths.insert(0, wider)
+    shapes += [(settings.shards, wider, int(share * wider)) for share in _REPLIES]
   return sorted(shapes)
 
 
@@ -202,6 +205,8 @@ def pack_batches(
   longest = max((int(length[rows].max()) for rows in groups if len(rows)), default=1)
   scores = max((int(scored[rows].max()) for rows in groups if len(rows)), default=0)
   sizes = [np.stack([length[rows], scored[rows]], axis=1) for rows in groups]
+  if tokens is None:
+    settings = dataclasses.replace(settings, widest=0)
   fitting = [s for s in bin_shapes(settings, longest) if s[1] >= longest and s[2] >= scores]
   alone = [Forest(np.arange(len(rows)), np.zeros(len(rows), np.int64)) for rows in groups]
   sharing = alone if tokens is None else [forest(tokens[rows], length[rows]) for rows in groups]

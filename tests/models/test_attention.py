@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from ragen_jax.distributed.mesh import AXES
-from ragen_jax.models import attention
+from ragen_jax.models import attention, trees
 from ragen_jax.models.attention import (
   EINSUM,
   AttentionSettings,
@@ -69,6 +69,27 @@ def test_attention_row_by_row_is_attention():
   q, k, v = _random(150, seed=7)
   mask = jnp.tril(jnp.ones((150, 150), bool))[None]
   np.testing.assert_allclose(jax.jit(attend_causal_by_row)(q, k, v), jax.jit(attend)(q, k, v, mask), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize('columns', [600, 640])
+def test_long_rows_of_trees_attend_to_what_they_see_and_have_its_gradient(columns):
+  """Four and a half or five blocks of queries; of the second tree of a row, no query sees the first."""
+  q, k, v = _random(columns, seed=5)
+  seen = np.arange(columns, dtype=np.int32)[None].repeat(2, axis=0) + 1
+  for row, first, end, until in ((0, 0, 100, 300), (0, 100, 200, 200), (0, 200, 300, 300), (0, 300, columns, columns),
+                                 (1, 0, 20, columns), (1, 20, 330, 330), (1, 330, columns, columns)):  # fmt: skip
+    seen[row, first:end] = until
+  mask = np.asarray(trees.still_seen(seen)) & np.tril(np.ones((columns, columns), bool))
+  cotangent = jax.random.normal(jax.random.key(9), q.shape)
+
+  def both(attention):
+    return jax.jit(lambda *x: jax.vjp(attention, *x)[1](cotangent) + (attention(*x),))(q, k, v)
+
+  got = both(lambda *x: attend_causal_by_row(*x, jnp.asarray(seen)))
+  chex.assert_trees_all_close(got, both(lambda *x: attend(*x, jnp.asarray(mask))), atol=1e-5)
+  causal = both(lambda *x: attend_causal_by_row(*x))
+  whole = both(lambda *x: attend(*x, jnp.tril(jnp.ones((columns, columns), bool))[None]))
+  chex.assert_trees_all_close(causal, whole, atol=1e-5)
 
 
 @pytest.mark.parametrize(
