@@ -354,10 +354,11 @@ def _attend_to_seen_blocks(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array
     seen = [mask.any() for mask in masks]
     scores = [
       jax.lax.cond(
-        any_, functools.partial(score, part, mask), functools.partial(_masked, (*q.shape[:2], mask.shape[1]))
+        any_, functools.partial(score, part, mask),
+        functools.partial(jnp.full, (*q.shape[:2], mask.shape[1]), _MASKED, jnp.float32),
       )
       for any_, part, mask in zip(seen, parts, masks, strict=True)
-    ]
+    ]  # fmt: skip
     most = jax.lax.stop_gradient(functools.reduce(jnp.maximum, [x.max(axis=-1, keepdims=True) for x in scores]))
     out = sum(
       jax.lax.cond(any_, functools.partial(weigh, part, x), lambda: jnp.zeros((*q.shape[:2], h + 1), jnp.float32))
@@ -367,7 +368,3 @@ def _attend_to_seen_blocks(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array
 
   out = jax.lax.map(one_block, (q, jnp.arange(len(q)))).reshape(-1, kv, n // kv, block, h)
   return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(t + more, n, h)[:t]
-
-
-def _masked(shape: tuple[int, ...]) -> jax.Array:
-  return jnp.full(shape, _MASKED, jnp.float32)

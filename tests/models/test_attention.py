@@ -83,7 +83,7 @@ def test_long_rows_of_trees_attend_to_what_they_see_and_have_its_gradient(column
   cotangent = jax.random.normal(jax.random.key(9), q.shape)
 
   def both(attention):
-    return jax.jit(lambda *x: jax.vjp(attention, *x)[1](cotangent) + (attention(*x),))(q, k, v)
+    return jax.jit(lambda *x: (*jax.vjp(attention, *x)[1](cotangent), attention(*x)))(q, k, v)
 
   got = both(lambda *x: attend_causal_by_row(*x, jnp.asarray(seen)))
   chex.assert_trees_all_close(got, both(lambda *x: attend(*x, jnp.asarray(mask))), atol=1e-5)

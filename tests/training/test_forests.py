@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from ragen_jax.training.batches import PackingSettings, TokenRows, sampled_columns
 from ragen_jax.training.forests import forest
-from ragen_jax.training.packing import PackedBatch, pack_batches, shared_tokens
+from ragen_jax.training.packing import PackedBatch, bin_shapes, pack_batches, shared_tokens
 
 
 def _rows(rng: np.random.Generator, n: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,6 +94,22 @@ def test_a_scored_token_sees_the_tokens_of_its_row(seed):
   for row, column in zip(*np.nonzero(loss_mask), strict=True):
     expected.append((int(row), *tokens[row, : column + 1].tolist()))
   assert sorted(found) == sorted(expected)
+
+
+def test_only_rows_that_share_use_bins_that_are_wider_than_any_row():
+  tokens = np.zeros((16, 64), np.int32)
+  tokens[:, 40:] = np.arange(16)[:, None] + 1
+  length, rows = np.full(16, 64), [np.arange(16)]
+  settings = PackingSettings(8, 64, 640, 1, 8, most_shared=10**6, widest=640)
+  assert max(width for _, width, _ in bin_shapes(settings)) <= 640 < 1.12 * 640
+  ((shared,),) = pack_batches(rows, length, np.full(16, 24), settings, tokens)
+  assert (len(shared.bins), shared_tokens([shared])) == (1, 15 * 40 / (16 * 64)) and 424 <= shared.width <= 640
+  for own in (None, tokens + np.arange(16, dtype=np.int32)[:, None] * 100):
+    (plans,) = pack_batches(rows, length, np.full(16, 24), settings, own)
+    assert {plan.width for plan in plans} == {64}, own
+  narrow = dataclasses.replace(settings, widest=0)
+  (plans,) = pack_batches(rows, length, np.full(16, 24), narrow, tokens)
+  assert {plan.width for plan in plans} == {64}
 
 
 def test_what_nothing_shares_is_packed_as_rows_are():

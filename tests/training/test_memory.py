@@ -327,6 +327,17 @@ def test_columns_that_nothing_is_computed_again_for_are_told_if_there_are_more(k
   assert (f'up to {kept} of them' in text) == ('of them' in text) == told
 
 
+@pytest.mark.parametrize(
+  ('fields', 'widest'),
+  [({}, 7424), ({'skips_unseen': False}, 3712), ({'most_shared': 0}, 3712), ({'most_shared': 5000}, 5000),
+   ({'most_columns': 6000}, 6000), ({'packing': False}, None)],
+)  # fmt: skip
+def test_bins_of_trees_may_be_wider_where_attention_skips_what_is_not_seen(fields, widest):
+  own = dataclasses.replace(_SIZES, packing=True, max_context=3600, shards=1, skips_unseen=True)
+  chosen = batch_sizes.batching(dataclasses.replace(own, **fields), lambda: _MEMORY, lambda: 2**44)
+  assert (chosen.packing and chosen.packing.widest) == widest
+
+
 def test_packed_columns_are_those_that_fit_and_no_more_than_a_mini_batch_needs():
   packed = dataclasses.replace(_SIZES, packing=True)
   assert packed.width == 2048
