@@ -73,8 +73,8 @@ def test_levels_with_two_boxes():
 @pytest.mark.parametrize(
   'env', [LARGE, Sokoban(num_boxes=3), Sokoban(dim=(8, 8), num_boxes=2)], ids=['large', 'three', 'deep']
 )
-def test_ten_thousand_levels_with_more_boxes(env):
-  check_levels(env, 10_000)
+def test_levels_with_more_boxes(env):
+  check_levels(env, 2_500)
 
 
 def test_bounds_on_the_solution():
