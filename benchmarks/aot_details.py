@@ -134,8 +134,7 @@ def useful_operations(run: PlannedRun) -> float:
 def _weights(run: PlannedRun) -> tuple[int, int]:
   """Weights of the layers that a token is multiplied with, and of the head."""
   c = run.cfg
-  mlp = c.num_layers * 3 * c.hidden_size * c.intermediate_size
-  return c.mixer_matrices + mlp, c.vocab_size * c.hidden_size
+  return c.mixer_matrices + c.mlp_matrices(active=True), c.vocab_size * c.hidden_size
 
 
 def _decode_step(run: PlannedRun, topology: Topology, m: Measured | None) -> DecodeStep:

@@ -197,7 +197,7 @@ def weight_shardings(
     UserError: the mesh does not divide a weight. At this point nothing has been read or compiled.
   """
   spec = weight_spec if frozen else trained_spec
-  return {w.path: NamedSharding(mesh, spec('/'.join(map(str, w.path)), w.shape, mesh)) for w in weights(cfg)}
+  return {w.path: NamedSharding(mesh, spec('/'.join(map(str, w.path)), w.whole_shape, mesh)) for w in weights(cfg)}
 
 
 def _load_trunk(

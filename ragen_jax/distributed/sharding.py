@@ -27,6 +27,8 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
   (r'(gate|up)_proj/kernel$', ('fsdp', 'tensor')),  # [D, F]
   (r'down_proj/kernel$', ('tensor', 'fsdp')),  # [F, D]
   (r'lm_head/kernel$', ('fsdp', 'tensor')),  # [D, V]
+  (r'experts/(gate|up)_proj/kernel$', ('tensor', 'fsdp', None)),  # [E, D, F]
+  (r'experts/down_proj/kernel$', ('tensor', None, 'fsdp')),  # [E, F, D]
   # Linear attention: heads of keys with their channels, or heads of values.
   (r'in_proj_(qkv|z)/kernel$', ('fsdp', 'tensor', None)),  # [D, heads, channels]
   (r'in_proj_[ab]/kernel$', ('fsdp', 'tensor')),  # [D, heads]

@@ -16,6 +16,10 @@ from ragen_jax.distributed.sharding import exchanged, gathered
 # Parts of the names of weights that are used in fp32: norms, and the decays of linear attention.
 _KEEP_TYPE = ('norm', 'A_log', 'dt_bias')
 
+# Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
+# bound by launch overhead. For wide models, joining the kernels would only copy weights.
+FUSE_BELOW_WIDTH = 512
+
 
 def fan_in_normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, dtype: Any) -> jax.Array:
   """Gaussian initial values with standard deviation 1/sqrt(fan_in).

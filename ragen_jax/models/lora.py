@@ -9,6 +9,7 @@ policy's vision tower and all weights outside of the policy (the critic) are tra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,9 @@ from ragen_jax.models.qwen import Qwen, QwenConfig
 TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 # Those of linear attention, which only some models have.
 LINEAR_TARGETS = ('in_proj_qkv', 'in_proj_z', 'in_proj_b', 'in_proj_a', 'out_proj')
+# Those of an MLP or of an expert that all columns use. The experts that a router chooses have none.
+MLP_TARGETS = TARGETS[4:]
+SHARED_GATE = 'shared_expert_gate'
 ALL_LINEAR = 'all-linear'
 
 # The attribute of `Qwen` that holds the vision tower.
@@ -50,7 +54,12 @@ class LoraConfig:
 
 def targets(cfg: QwenConfig) -> tuple[str, ...]:
   """The projections that can have adapters in models of this shape."""
-  return TARGETS if cfg.linear is None else TARGETS + LINEAR_TARGETS
+  found = TARGETS
+  if cfg.experts is not None:
+    shared = cfg.experts.shared_width > 0
+    mlps = MLP_TARGETS if shared or cfg.mlp_layers else ()
+    found = (*TARGETS[:4], *mlps, *[SHARED_GATE] * shared)
+  return found if cfg.linear is None else found + LINEAR_TARGETS
 
 
 def parse_targets(text: str, known: tuple[str, ...] = TARGETS) -> tuple[str, ...]:
@@ -95,11 +104,11 @@ def attach(model: Qwen, config: LoraConfig, rngs: nnx.Rngs) -> None:
 def _projections(model: Qwen) -> Iterator[tuple[tuple[Any, ...], Projection]]:
   """Yields (path, projection) of all layers; a path is such as ('layers', 0, 'self_attn', 'q_proj')."""
   for i, layer in enumerate(model.layers):
-    for block in ('self_attn', 'linear_attn', 'mlp'):
-      module = getattr(layer, block, None)
+    for block in (('self_attn',), ('linear_attn',), ('mlp',), ('mlp', 'shared_expert')):
+      module = functools.reduce(lambda found, name: getattr(found, name, None), block, layer)
       for name in targets(model.cfg):
-        if hasattr(module, name):
-          yield ('layers', i, block, name), getattr(module, name)
+        if getattr(module, name, None) is not None:
+          yield ('layers', i, *block, name), getattr(module, name)
 
 
 def adapters(model: Qwen) -> dict[tuple[Any, ...], Adapter]:

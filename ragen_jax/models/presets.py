@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, read_config
+from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.qwen import FULL, LINEAR, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
@@ -33,11 +34,13 @@ PRESETS = {
   'qwen3-1.7b': 'Qwen/Qwen3-1.7B',
   'qwen3-4b': 'Qwen/Qwen3-4B',
   'qwen3-8b': 'Qwen/Qwen3-8B',
+  'qwen3-30b-a3b': 'Qwen/Qwen3-30B-A3B',
   'qwen3.5-0.8b': 'Qwen/Qwen3.5-0.8B',
   'qwen3.5-2b': 'Qwen/Qwen3.5-2B',
   'qwen3.5-4b': 'Qwen/Qwen3.5-4B',
   'qwen3.5-9b': 'Qwen/Qwen3.5-9B',
   'qwen3.5-27b': 'Qwen/Qwen3.5-27B',
+  'qwen3.5-35b-a3b': 'Qwen/Qwen3.5-35B-A3B',
   'llama3.2-1b': 'meta-llama/Llama-3.2-1B',
   'llama3.2-1b-instruct': 'meta-llama/Llama-3.2-1B-Instruct',
   'llama3.2-3b': 'meta-llama/Llama-3.2-3B',
@@ -75,6 +78,15 @@ _QWEN3_5_4B = dataclasses.replace(
 _QWEN3_5_27B = dataclasses.replace(
   _QWEN3_5_4B, hidden_size=5120, intermediate_size=17408, num_layers=64, num_heads=24, tie_word_embeddings=False,
   layer_kinds=(LINEAR, LINEAR, LINEAR, FULL) * 16, linear=dataclasses.replace(_QWEN3_5_4B.linear, value_heads=48),
+)  # fmt: skip
+_QWEN3_30B_A3B = dataclasses.replace(
+  _QWEN3, hidden_size=2048, intermediate_size=6144, num_layers=48, num_heads=32, num_kv_heads=4,
+  tie_word_embeddings=False, experts=ExpertsConfig(count=128, chosen=8, width=768, normalised=True),
+)  # fmt: skip
+_QWEN3_5_35B_A3B = dataclasses.replace(
+  _QWEN3_5_4B, hidden_size=2048, intermediate_size=512, num_layers=40, num_kv_heads=2, tie_word_embeddings=False,
+  layer_kinds=(LINEAR, LINEAR, LINEAR, FULL) * 10,
+  experts=ExpertsConfig(count=256, chosen=8, width=512, normalised=True, shared_width=512),
 )  # fmt: skip
 _LLAMA3_2_1B = QwenConfig(
   architecture='llama', vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32,
@@ -132,11 +144,13 @@ _SHAPES = {
   'qwen3-1.7b': _QWEN3_1_7B,
   'qwen3-4b': _QWEN3_4B,
   'qwen3-8b': _QWEN3_8B,
+  'qwen3-30b-a3b': _QWEN3_30B_A3B,
   'qwen3.5-0.8b': _QWEN3_5_0_8B,
   'qwen3.5-2b': dataclasses.replace(_QWEN3_5_0_8B, hidden_size=2048, intermediate_size=6144),
   'qwen3.5-4b': _QWEN3_5_4B,
   'qwen3.5-9b': dataclasses.replace(_QWEN3_5_4B, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
   'qwen3.5-27b': _QWEN3_5_27B,
+  'qwen3.5-35b-a3b': _QWEN3_5_35B_A3B,
   'llama3.2-1b': _LLAMA3_2_1B,
   'llama3.2-1b-instruct': _LLAMA3_2_1B,
   'llama3.2-3b': _LLAMA3_2_3B,

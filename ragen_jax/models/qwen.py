@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3 and Qwen3.5 (dense) and Llama decoders in Flax NNX.
+"""Qwen2, Qwen2.5, Qwen3 and Qwen3.5, with MLPs or mixtures of experts, and Llama decoders in Flax NNX.
 
 Parameters have the names of Hugging Face checkpoints (`layers.0.self_attn.q_proj`, ...), with heads as separate axes:
 a projection's kernel is [D, N, H] instead of [D, N*H], so that heads can be divided over a mesh axis. Sources: the
@@ -20,7 +20,9 @@ from flax import nnx, struct
 from ragen_jax.distributed.sharding import SamplingLayout, look_up, row_sharding
 from ragen_jax.models import linear_attention, trees
 from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, attend_to_heads, by_heads, causal, is_kept
-from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, project, scan_layers
+from ragen_jax.models.feed_forward import MLP, ExpertsConfig, MixtureOfExperts
+from ragen_jax.models.grouped_product import GROUPED
+from ragen_jax.models.layers import FUSE_BELOW_WIDTH, Projection, RMSNorm, fan_in_normal, project, scan_layers
 from ragen_jax.models.linear_attention import GatedDeltaNet, LinearConfig, RecurrentState
 from ragen_jax.models.rotary import Llama3Scaling, frequency_axes, rotary
 from ragen_jax.models.vision import features as image_features
@@ -30,10 +32,6 @@ from ragen_jax.utils.errors import UserError
 
 # Kinds of layers, by the names of Hugging Face: attention to all columns before, or the memory of `linear_attention`.
 FULL, LINEAR = 'full_attention', 'linear_attention'
-
-# Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
-# bound by launch overhead. For wide models, joining the kernels would only copy weights.
-_FUSE_BELOW_WIDTH = 512
 
 # From this many layers on, one compiled body serves all layers where no cache is given. A program with a copy of the
 # body for each layer takes minutes to compile for an accelerator; few layers are faster without the copy of the weights
@@ -66,6 +64,8 @@ class QwenConfig:
     rope_width: numbers of a head that the rotary embedding rotates, the first ones; 0 for all.
     layer_kinds: `FULL` or `LINEAR` of each layer; () if all have full attention.
     linear: the shape of the linear attention; None if no layer has it.
+    experts: the shape of the mixtures of experts that layers have in place of an MLP; None if no layer has one.
+    mlp_layers: the layers that have an MLP of `intermediate_size` all the same, in order.
   """
 
   architecture: str = 'qwen2'
@@ -86,12 +86,18 @@ class QwenConfig:
   rope_width: int = 0
   layer_kinds: tuple[str, ...] = ()
   linear: LinearConfig | None = None
+  experts: ExpertsConfig | None = None
+  mlp_layers: tuple[int, ...] = ()
 
   def __post_init__(self):
     if self.layer_kinds and len(self.layer_kinds) != self.num_layers:
       raise ValueError(f'layer_kinds={self.layer_kinds}: must be {self.num_layers}, one for each layer')
     if (LINEAR in self.layer_kinds) != (self.linear is not None):
       raise ValueError(f'linear={self.linear}: goes with layer_kinds that have {LINEAR!r}, not {self.layer_kinds}')
+    if self.mlp_layers and (self.experts is None or not {*self.mlp_layers} < {*range(self.num_layers)}):
+      raise ValueError(
+        f'mlp_layers={self.mlp_layers}: goes with experts, and some of {self.num_layers} layers have them'
+      )
 
   @property
   def kinds(self) -> tuple[str, ...]:
@@ -104,15 +110,25 @@ class QwenConfig:
     return self.kinds.count(FULL)
 
   @property
+  def with_experts(self) -> tuple[bool, ...]:
+    """Whether each layer has experts in place of an MLP."""
+    return tuple(self.experts is not None and i not in self.mlp_layers for i in range(self.num_layers))
+
+  @property
+  def structures(self) -> tuple[tuple[str, bool], ...]:
+    """The kind of each layer, and whether it has experts: layers of one structure have the same weights."""
+    return tuple(zip(self.kinds, self.with_experts, strict=True))
+
+  @property
   def period(self) -> int:
-    """After how many layers their kinds repeat, a divisor of their number."""
-    kinds, n = self.kinds, self.num_layers
+    """After how many layers their structures repeat, a divisor of their number."""
+    kinds, n = self.structures, self.num_layers
     return next(p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p))
 
   @property
   def runs(self) -> tuple[int, ...]:
-    """Lengths of the runs of layers of one kind within a `period`; one layer if all are of one kind."""
-    return tuple(len(list(run)) for _, run in itertools.groupby(self.kinds[: self.period]))
+    """Lengths of the runs of layers of one structure within a `period`; one layer if all have one."""
+    return tuple(len(list(run)) for _, run in itertools.groupby(self.structures[: self.period]))
 
   @property
   def mixer_matrices(self) -> int:
@@ -121,6 +137,31 @@ class QwenConfig:
     c = self.linear
     linear = 0 if c is None else c.key_heads * c.channels + 2 * c.value_heads * (c.value_dim + 1)
     return self.hidden_size * (self.full_layers * full + (self.num_layers - self.full_layers) * linear)
+
+  def mlp_matrices(self, *, active: bool = False) -> int:
+    """Numbers of the matrices of all layers' MLPs and experts, or of those that a column uses."""
+    mlps = self.num_layers - sum(self.with_experts)
+    found = mlps * 3 * self.hidden_size * self.intermediate_size
+    if self.experts is not None:
+      used = self.experts.chosen if active else self.experts.count
+      found += (self.num_layers - mlps) * self.experts.matrices(self.hidden_size, used)
+    return found
+
+  def mlp_parts(self) -> tuple[int, ...]:
+    """The numbers that are divided among devices that share MLPs and experts."""
+    c = self.experts
+    widths = (self.intermediate_size,) if c is None or self.mlp_layers else ()
+    return widths if c is None else (*widths, c.count, *[c.shared_width] * (c.shared_width > 0))
+
+  def mlp_numbers(self, with_experts: bool, tensor: int) -> int:
+    """Numbers of a column between the matrices of an MLP, on one of `tensor` devices that divide it.
+
+    With experts, these are the rows of all chosen experts and what they give, which every device has room for.
+    """
+    if not with_experts:
+      return self.intermediate_size // tensor
+    c = self.experts
+    return c.count + c.chosen * (c.width + self.hidden_size) + c.shared_width // tensor
 
   @property
   def rope_axes(self) -> tuple[int, ...]:
@@ -207,6 +248,8 @@ def _is_costly(primitive: Any, *_: Any, attention: AttentionSettings, with_produ
   if with_products and primitive is jax.lax.dot_general_p:
     _, (batch, _) = parameters['dimension_numbers']
     return not batch  # a product with weights
+  if with_products and primitive.name == 'name' and parameters['name'] == GROUPED:
+    return True  # the same of experts
   return is_kept(primitive, attention, **parameters)
 
 
@@ -229,7 +272,7 @@ class Attention(nnx.Module):
     self.sampling: SamplingLayout | None = None  # see `Qwen.sample_on`
 
   def __call__(self, x, positions, mask, cache, window, column, seen_until=None):
-    q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj], fused=self.cfg.hidden_size < _FUSE_BELOW_WIDTH)
+    q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj], fused=self.cfg.hidden_size < FUSE_BELOW_WIDTH)
     if self.sampling is not None:
       q, k, v = (self.sampling.without_padding(part, len(positions)) for part in (q, k, v))
     gate = None
@@ -264,48 +307,33 @@ def _gated(out: jax.Array, gate: jax.Array | None) -> jax.Array:
   return out if gate is None else out * jax.nn.sigmoid(gate)
 
 
-class MLP(nnx.Module):
-  """SwiGLU feed-forward of one layer."""
-
-  def __init__(self, cfg: QwenConfig, *, param_dtype: Any, rngs: nnx.Rngs):
-    d, f = cfg.hidden_size, cfg.intermediate_size
-    self.fused = d < _FUSE_BELOW_WIDTH
-    self.gate_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
-    self.up_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
-    self.down_proj = Projection((f,), (d,), bias=False, param_dtype=param_dtype, rngs=rngs)
-    self.sampling: SamplingLayout | None = None  # see `Qwen.sample_on`
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    if self.sampling is not None:
-      x = self.sampling.gathered(x)
-    gate, up = project(x, [self.gate_proj, self.up_proj], fused=self.fused)
-    y = self.down_proj(jax.nn.silu(gate) * up)
-    return y if self.sampling is None else self.sampling.divided(y)
-
-
 class Layer(nnx.Module):
   """One pre-norm decoder layer, of one of the kinds of layers."""
 
-  def __init__(self, cfg: QwenConfig, kind: str, *, attention: AttentionSettings, param_dtype: Any, rngs: nnx.Rngs):
+  def __init__(self, cfg: QwenConfig, number: int, *, attention: AttentionSettings, param_dtype: Any, rngs: nnx.Rngs):
     d, norm = cfg.hidden_size, (cfg.rms_norm_eps, param_dtype, cfg.norm_offset)
+    kind, with_experts = cfg.structures[number]
     self.input_layernorm = RMSNorm(d, *norm)
     if kind == LINEAR:
-      fused = d < _FUSE_BELOW_WIDTH
+      fused = d < FUSE_BELOW_WIDTH
       self.linear_attn = GatedDeltaNet(d, cfg.linear, cfg.rms_norm_eps, fused=fused, param_dtype=param_dtype, rngs=rngs)
     else:
       self.self_attn = Attention(cfg, attention=attention, param_dtype=param_dtype, rngs=rngs)
     self.kind = kind
     self.post_attention_layernorm = RMSNorm(d, *norm)
-    self.mlp = MLP(cfg, param_dtype=param_dtype, rngs=rngs)
+    if with_experts:
+      self.mlp = MixtureOfExperts(d, cfg.experts, param_dtype=param_dtype, rngs=rngs)
+    else:
+      self.mlp = MLP(d, cfg.intermediate_size, param_dtype=param_dtype, rngs=rngs)
 
-  def __call__(self, x, positions, mask, cache, window, column, seen_until=None):
+  def __call__(self, x, positions, mask, cache, window, column, seen_until=None, *, rows=None):
     y = self.input_layernorm(x)
     if self.kind == LINEAR:
       y, window = self.linear_attn(y, window, None if window is None else mask.fed, seen_until)
     else:
       y, window = self.self_attn(y, positions, mask, cache, window, column, seen_until)
     x = x + y
-    return x + self.mlp(self.post_attention_layernorm(x)), window
+    return x + self.mlp(self.post_attention_layernorm(x), rows), window
 
 
 class Qwen(nnx.Module):
@@ -333,7 +361,7 @@ class Qwen(nnx.Module):
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )
     self.layers = nnx.List(
-      [Layer(cfg, kind, attention=attention, param_dtype=param_dtype, rngs=rngs) for kind in cfg.kinds]
+      [Layer(cfg, i, attention=attention, param_dtype=param_dtype, rngs=rngs) for i in range(cfg.num_layers)]
     )
     self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, param_dtype, cfg.norm_offset)
     if not cfg.tie_word_embeddings:
@@ -451,10 +479,10 @@ class Qwen(nnx.Module):
     for i, layer in enumerate([] if scanned else layers):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
       if remat != 'none':
-        again = nnx.remat(lambda m, *a: m(*a), policy=self._kept(remat))
+        again = nnx.remat(lambda m, *a: m(*a, rows=self.activation_sharding), policy=self._kept(remat))
         x, new = again(layer, x, positions, mask, *of_layer, column, seen_until)
       else:
-        x, new = layer(x, positions, mask, *of_layer, column, seen_until)
+        x, new = layer(x, positions, mask, *of_layer, column, seen_until, rows=self.activation_sharding)
       if i < added:
         x = x + deepstack[:, i].astype(x.dtype)
       x = self._lay_out(x)
@@ -476,7 +504,7 @@ class Qwen(nnx.Module):
     """Some layers as one loop over their weights: [B, T, D] -> [B, T, D]; `deepstack` [layers, B, T, D] is added."""
 
     def run(layer, x, added):
-      x, _ = layer(x, positions, mask, None, None, 0, seen_until)
+      x, _ = layer(x, positions, mask, None, None, 0, seen_until, rows=self.activation_sharding)
       return self._lay_out(x if added is None else x + added.astype(x.dtype))
 
     # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.

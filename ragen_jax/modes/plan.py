@@ -16,7 +16,7 @@ from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.modes.plan_changes import fit
-from ragen_jax.modes.plan_report import report
+from ragen_jax.modes.plan_report import report, size_in_words
 from ragen_jax.planning import memory, program_list, programs, topologies
 from ragen_jax.planning.abstract import prompt_columns, visual_columns
 from ragen_jax.planning.host_fit import ADAPTERS
@@ -100,7 +100,7 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
   model = config.model.path or config.model.preset
   devices = f'{p.devices} device{"s" * (p.devices > 1)} of {p.memory_gb:g} GiB'
   arranged = ', '.join(f'{axis}={size}' for axis, size in mesh.shape.items())
-  out.write(f'{model}: {found.parameters / 1e6:.1f}M parameters on {devices} ({arranged})\n\n')
+  out.write(f'{model}: {size_in_words(config, found.parameters)} on {devices} ({arranged})\n\n')
   names = list(dict.fromkeys(name for kinds in found.phases.values() for name in kinds))
   if 'activations' not in names:  # of no phase, because none has room for the rest
     names.append('activations')

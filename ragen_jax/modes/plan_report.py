@@ -9,6 +9,7 @@ from typing import TextIO
 import jax
 from ml_collections import ConfigDict
 
+from ragen_jax.models import presets
 from ragen_jax.modes.plan_changes import candidates
 from ragen_jax.planning import estimate, program_list, programs, topologies
 from ragen_jax.planning.abstract import visual_columns
@@ -39,6 +40,17 @@ def report(config: ConfigDict, topology: Topology, out: TextIO) -> None:
   _write_time(run, found, topology, measured, out)
 
 
+def size_in_words(config: ConfigDict, parameters: int) -> str:
+  """The number of parameters; of models with experts also what a token needs of them."""
+  found, cfg = f'{parameters / 1e6:.1f}M parameters', presets.shape(config.model.preset, config.model.path)
+  if cfg.experts is None:
+    return found
+  active, trunks = cfg.mlp_matrices(active=True), 1 + bool(config.model.separate_critic)
+  met = parameters - trunks * (cfg.mlp_matrices() - active)
+  operations = 2 * (cfg.mixer_matrices + active + cfg.vocab_size * cfg.hidden_size)
+  return f'{found}, of which a token uses {met / 1e6:.1f}M, with {operations / 1e9:.1f} GFLOP to predict the next,'
+
+
 def _write_head(run: PlannedRun, topology: Topology, kind: str, out: TextIO) -> None:
   c, n = run.config, run.lengths
   parameters = sum(x.size for x in jax.tree.leaves(run.state.params))
@@ -46,7 +58,7 @@ def _write_head(run: PlannedRun, topology: Topology, kind: str, out: TextIO) -> 
   images = f' ({seen} of each for images)' if seen else ''
   arranged = ', '.join(f'{axis}={size}' for axis, size in run.mesh.shape.items())
   out.write(
-    f'{c.model.path or c.model.preset}: {parameters / 1e6:.1f}M parameters on {topology.name}, {topology.size} x '
+    f'{c.model.path or c.model.preset}: {size_in_words(c, parameters)} on {topology.name}, {topology.size} x '
     f'{kind} ({arranged}), compiled for it\n'
     f'Assumed (plan.*): a prompt of {n.prompt} tokens, later observations of {n.observation}{images}, '
     f'replies of {n.reply} and {n.longest} for the longest of a turn, {n.turns} turns.\n\n'

@@ -49,8 +49,9 @@ def bytes_per_row(
   layer with linear attention has a state of one size, whose memory is in float32. Sampling holds the logits of the row
   three times in float32, as they are and to draw, up to three quarters of the cache twice, and the states twice: where
   some of the rows have no episode, the program copies the others. A call that feeds prompts, assumed to have up to 512
-  columns (as all without images do), holds the MLP's three arrays of F numbers a column, or the chunks of linear
-  attention. Each device holds the features of the images that are fed to the rows of all shards.
+  columns (as all without images do), holds the MLP's three arrays of F numbers a column, as many of the chosen experts,
+  or the chunks of linear attention. Each device holds the features of the images that are fed to the rows of all
+  shards.
 
   `columns` is S, and `image_tokens` the most tokens of the images that are fed to a row at once. Heads and vocabulary
   are divided into `tensor` parts, rows into `shards`.
@@ -63,7 +64,7 @@ def bytes_per_row(
   layer = 2 * columns * (cfg.num_kv_heads // tensor) * cfg.head_dim * size
   full = cfg.full_layers
   states = (cfg.num_layers - full) * state_bytes(cfg, size) // tensor
-  prompt_column = 3 * (cfg.intermediate_size // tensor) * size
+  prompt_column = 3 * max(cfg.mlp_numbers(experts, tensor) for experts in set(cfg.with_experts)) * size
   if cfg.linear is not None:
     prompt_column = max(prompt_column, 4 * cfg.linear.chunk_values // tensor)
   prompt = min(columns, _PROMPT) * prompt_column

@@ -35,9 +35,10 @@ def choose(asked: int, cfg: QwenConfig, dtype: Any, mesh: Mesh) -> int:
   allowed = [n for n in range(1, row_shards(mesh) + 1) if _divides(n, cfg, mesh)]
   if asked:
     if asked not in allowed:
+      mlp = f'MLP of {cfg.intermediate_size}' if cfg.experts is None else f'{cfg.experts.count} experts'
       raise UserError(
-        f'agent.decode_shards={asked}: must divide the {row_shards(mesh)} row shards, and the MLP of '
-        f'{cfg.intermediate_size} and the vocabulary of {cfg.vocab_size} into mesh.tensor * agent.decode_shards parts; '
+        f'agent.decode_shards={asked}: must divide the {row_shards(mesh)} row shards, and the {mlp} and the vocabulary '
+        f'of {cfg.vocab_size} into mesh.tensor * agent.decode_shards parts; '
         f'allowed are 0, {", ".join(map(str, allowed))}'
       )
     return asked
@@ -52,7 +53,7 @@ def choose(asked: int, cfg: QwenConfig, dtype: Any, mesh: Mesh) -> int:
 
 def _divides(n: int, cfg: QwenConfig, mesh: Mesh) -> bool:
   parts = n * mesh.shape['tensor']
-  return row_shards(mesh) % n == 0 and cfg.intermediate_size % parts == 0 and cfg.vocab_size % parts == 0
+  return row_shards(mesh) % n == 0 and all(size % parts == 0 for size in (*cfg.mlp_parts(), cfg.vocab_size))
 
 
 def step_seconds(n: int, cfg: QwenConfig, dtype: Any, tensor: int, chip: Chip) -> float:
@@ -62,6 +63,9 @@ def step_seconds(n: int, cfg: QwenConfig, dtype: Any, tensor: int, chip: Chip) -
 
 
 def weights_read(n: int, cfg: QwenConfig, tensor: int) -> float:
-  """Numbers of the weights that a device reads for a token: of the layers' matrices and of the head."""
-  mlp, head = 3 * cfg.hidden_size * cfg.intermediate_size, cfg.vocab_size * cfg.hidden_size
-  return (cfg.mixer_matrices + cfg.num_layers * mlp / n + head / n) / tensor
+  """Numbers of the weights that a device reads for a token of its rows: of the layers' matrices and of the head.
+
+  The rows together use all experts.
+  """
+  head = cfg.vocab_size * cfg.hidden_size
+  return (cfg.mixer_matrices + (cfg.mlp_matrices() + head) / n) / tensor

@@ -176,6 +176,8 @@ def update_memory(
                     2 d 4 for each column, d = 3 M + J G (5 C + 5 W + 5 E + E W / C): the chunks' matrices, their
                     memories and gradients
 
+  In layers with E experts of width I, of which a column uses k, F is E + k (I + D), on every device.
+
   With adapters, 'elementwise' keeps L (2 D + (N + 2 K) H + 2 F + 7 r) a for each column more, of rank r, and w is
   larger by twice that of a layer. Where rows attend one after the other, which is on one CPU, the program holds
 
@@ -271,12 +273,14 @@ def update_memory(
 
 def _of_all_layers(c: QwenConfig, size: int, tensor: int, rank: int) -> tuple[dict[str, int], int]:
   """The sums over the layers of what `_of_column` says is kept, and the most that one of them holds."""
-  by_kind = {kind: _of_column(c, kind, size, tensor, rank) for kind in set(c.kinds)}
-  kept = {remat: sum(by_kind[kind][0][remat] for kind in c.kinds) for remat in REMAT}
-  return kept, max(held for _, held in by_kind.values())
+  by_structure = {of: _of_column(c, *of, size, tensor, rank) for of in set(c.structures)}
+  kept = {remat: sum(by_structure[of][0][remat] for of in c.structures) for remat in REMAT}
+  return kept, max(held for _, held in by_structure.values())
 
 
-def _of_column(c: QwenConfig, kind: str, size: int, tensor: int, rank: int) -> tuple[dict[str, int], int]:
+def _of_column(
+  c: QwenConfig, kind: str, with_experts: bool, size: int, tensor: int, rank: int
+) -> tuple[dict[str, int], int]:
   """Bytes for each column of a layer: kept for the backward pass, by `remat`, and held while it is differentiated.
 
   `size` is the bytes of a number in computations, `tensor` the parts that heads and MLP are divided into, and `rank`
@@ -291,10 +295,11 @@ def _of_column(c: QwenConfig, kind: str, size: int, tensor: int, rank: int) -> t
   else:
     read = c.num_heads * c.head_dim
     heads = read * (1 + c.output_gate) + 2 * c.num_kv_heads * c.head_dim
-  layer = chunks + size * (6 * c.hidden_size + (4 * heads + 6 * c.intermediate_size) // tensor)
-  costly = size * (2 * c.hidden_size + (heads + read + 2 * c.intermediate_size) // tensor)
+  mlp = c.mlp_numbers(with_experts, tensor)
+  layer = chunks + size * (6 * (c.hidden_size + mlp) + 4 * heads // tensor)
+  costly = size * (2 * (c.hidden_size + mlp) + (heads + read) // tensor)
   if rank:
-    adapted = size * (2 * c.hidden_size + (heads + 2 * c.intermediate_size) // tensor + 7 * rank)
+    adapted = size * (2 * (c.hidden_size + (0 if with_experts else mlp)) + heads // tensor + 7 * rank)
     layer, costly = layer + 2 * adapted, costly + adapted
   attended = size * read // tensor
   inputs = size * c.hidden_size

@@ -75,6 +75,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch, tm
       ('qwen2.5-1.5b', 1544), ('qwen2.5-3b', 3086), ('qwen2.5-7b-instruct', 7616), ('qwen3-1.7b', 1721),
       ('qwen3-4b', 4022), ('qwen3-8b', 8191), ('qwen3.5-2b', 1881.8), ('qwen3.5-4b', 4205.8), ('qwen3.5-9b', 8953.8),
       ('qwen3.5-27b', 26896.0), ('llama3.2-3b-instruct', 3213), ('smollm2-360m', 361.8), ('smollm2-1.7b', 1711),
+      ('qwen3-30b-a3b', 30532.1), ('qwen3.5-35b-a3b', 34660.6),
     )),
   ],
 )  # fmt: skip

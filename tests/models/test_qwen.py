@@ -13,9 +13,10 @@ from flax import nnx
 
 from ragen_jax.models import lora
 from ragen_jax.models.attention import EINSUM, AttentionSettings
-from ragen_jax.models.checkpoint import linear_config
+from ragen_jax.models.checkpoint import experts_config, linear_config
 from ragen_jax.models.checkpoint.load import load_model
-from ragen_jax.models.checkpoint.names import weights
+from ragen_jax.models.checkpoint.names import stored, weights
+from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.qwen import FULL, LINEAR, CacheMask, Qwen, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
@@ -74,7 +75,20 @@ CASES = {
     'layer_kinds': (LINEAR, FULL, LINEAR),
     'linear': LinearConfig(key_heads=2, value_heads=6, key_dim=8, value_dim=12, taps=4),
   },
+  'qwen3-experts': {
+    'architecture': 'qwen3',
+    'tie_word_embeddings': False,
+    'experts': ExpertsConfig(count=7, chosen=3, width=20, normalised=False),
+    'mlp_layers': (0,),
+  },
 }
+CASES['qwen3_5-experts'] = CASES['qwen3_5-tied'] | {
+  'num_layers': 2,
+  'layer_kinds': (LINEAR, FULL),
+  'intermediate_size': 20,
+  'experts': ExpertsConfig(count=5, chosen=2, width=20, normalised=True, shared_width=12),
+}
+SLOW = ('qwen3_5-experts',)
 
 
 def config_of(**changes) -> QwenConfig:
@@ -100,14 +114,17 @@ def reference(directory: str, case: str):
   cfg = config_of(**CASES[case])
   config_class = {
     'qwen2': transformers.Qwen2Config, 'qwen3': transformers.Qwen3Config, 'llama': transformers.LlamaConfig,
-    'qwen3_5': transformers.Qwen3_5TextConfig,
-  }[cfg.architecture]  # fmt: skip
+    'qwen3_5': transformers.Qwen3_5TextConfig, 'qwen3_moe': transformers.Qwen3MoeConfig,
+    'qwen3_5_moe': transformers.Qwen3_5MoeTextConfig,
+  }[cfg.architecture + '_moe' * (cfg.experts is not None)]  # fmt: skip
   scaling, hybrid = {'rope_type': 'default'}, {}
   if cfg.rope_scaling is not None:
     scaling = {'rope_type': 'llama3', **dataclasses.asdict(cfg.rope_scaling)}
   if cfg.linear is not None:
     hybrid = linear_config.write(cfg)
     scaling = hybrid.pop('rope_parameters')
+  if cfg.experts is not None:
+    hybrid |= experts_config.write(cfg)
   config = config_class(
     **hybrid,
     vocab_size=cfg.vocab_size,
@@ -140,7 +157,9 @@ def reference(directory: str, case: str):
   return theirs, ours
 
 
-@pytest.fixture(params=CASES, scope='module')
+@pytest.fixture(
+  params=[pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES], scope='module'
+)
 def pair(request, tmp_path_factory):
   # The directory is made once a case: the cached models must not depend on how often they are asked for.
   return reference(str(tmp_path_factory.getbasetemp() / request.param), request.param)
@@ -203,12 +222,17 @@ def test_gradients_are_those_of_transformers(pair):
     return -jnp.sum(log_probs * weight[:, 1:]) / valid[:, 1:].sum()
 
   ours_by_path = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient(ours))}
-  plan = weights(ours.cfg)
-  assert {w.name for w in plan} == set(expected)
+  # They hold the experts of a layer together.
+  tensors = {name: stored(ours.cfg)[name] for name in expected}
+  held = [w.name for tensor in tensors.values() for w, _ in tensor.parts]
+  assert sorted(held) == sorted(w.name for w in weights(ours.cfg))
   errors = {}
-  for w in plan:
-    error = np.linalg.norm(w.to_hf(ours_by_path[w.path]) - expected[w.name]) / np.linalg.norm(expected[w.name])
-    errors[w.name] = error
+  for name, tensor in tensors.items():
+    found = np.full(tensor.shape, np.nan)
+    for w, place in tensor.parts:
+      own = ours_by_path[w.path]
+      found[place] = w.to_hf(own if w.expert is None else own[w.expert])
+    errors[name] = np.linalg.norm(found - expected[name]) / np.linalg.norm(expected[name])
   assert max(errors.values()) < 1e-3, errors
 
 

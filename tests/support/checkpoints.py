@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
@@ -41,6 +42,14 @@ HYBRID = QwenConfig(
     'layer_kinds': (LINEAR, FULL),
     'linear': LinearConfig(key_heads=2, value_heads=6, key_dim=4, value_dim=5, taps=4),
   }
+)
+
+# A mixture of experts and an MLP; weights of experts that do not add up to 1.
+EXPERTS = QwenConfig(**vars(SMALL3) | {'experts': ExpertsConfig(6, 3, 10, normalised=False), 'mlp_layers': (1,)})
+
+# Mixtures with a shared expert behind both kinds of attention.
+HYBRID_EXPERTS = QwenConfig(
+  **vars(HYBRID) | {'intermediate_size': 10, 'experts': ExpertsConfig(5, 2, 10, normalised=True, shared_width=7)}
 )
 
 LLAMA = QwenConfig(**vars(SMALL) | {'architecture': 'llama', 'rope_scaling': Llama3Scaling(8.0, 1.0, 4.0, 64)})

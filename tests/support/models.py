@@ -13,6 +13,7 @@ from ragen_jax.agent.language_model import LanguageModel, make_sampler
 from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models.checkpoint.save import save_model
+from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
@@ -32,6 +33,21 @@ HYBRID = {
 # The same with wider heads: in heads of a few numbers, an answer of the memory may be near 0, of which the norm shows
 # the rounding.
 WIDE_HYBRID = HYBRID | {'linear': LinearConfig(key_heads=2, value_heads=4, key_dim=32, value_dim=32, taps=4)}
+
+
+# What a tiny Qwen3 with experts has beside the fields of `random_model`: one layer of each kind.
+EXPERTS = {
+  'architecture': 'qwen3',
+  'experts': ExpertsConfig(count=8, chosen=3, width=24, normalised=True),
+  'mlp_layers': (1,),
+}
+
+# Mixtures with a shared expert behind both kinds of attention.
+HYBRID_EXPERTS = WIDE_HYBRID | {
+  'num_layers': 2,
+  'layer_kinds': (LINEAR, FULL),
+  'experts': ExpertsConfig(count=8, chosen=3, width=64, normalised=True, shared_width=24),
+}
 
 
 def random_model(vocab_size: int, *, seed: int = 0, kv_heads: int = 2, **fields) -> ActorCritic:

@@ -23,7 +23,7 @@ from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.checkpoints import Checkpointer
 from tests.support import mesh_worker
 from tests.support.checkpoints import random_params
-from tests.support.models import HYBRID, random_model
+from tests.support.models import EXPERTS, HYBRID, random_model
 from tests.support.paths import ROOT
 from tests.support.processes import coordinator, copy_python, environment
 
@@ -107,15 +107,24 @@ def _assert_same(many, one):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_eight_devices_change_nothing_for_a_model_with_memories(tmp_path):
+@pytest.mark.parametrize(
+  ('shape', 'fields'),
+  [
+    (HYBRID | {'num_layers': 2, 'layer_kinds': HYBRID['layer_kinds'][2:]}, {}),
+    (EXPERTS, {}),
+    (EXPERTS, {'agent__decode_shards': 2}),  # neighbours divide the experts while they sample
+  ],
+  ids=['memories', 'experts', 'experts of neighbours'],
+)
+def test_eight_devices_change_nothing_for_other_kinds_of_layers(tmp_path, shape, fields):
   source = presets.resolve('tiny', '')
   tiny = read_config(source)
-  cfg = random_model(tiny.vocab_size, **HYBRID | {'num_layers': 2, 'layer_kinds': HYBRID['layer_kinds'][2:]}).policy.cfg
+  cfg = random_model(tiny.vocab_size, **shape).policy.cfg
   directory, params = str(tmp_path / 'model'), random_params(cfg)
   params = jax.tree.map(lambda x: 0.3 * x, params)
   save_model(directory, params, cfg, 'float32', tokenizer_dir=source)
   one = mesh_worker.play_and_update(directory, '1x1x1', str(tmp_path / 'one'))
-  for result in _run(directory, tmp_path / 'eight', ['2x2x2', '4x1x2']).values():
+  for result in _run(directory, tmp_path / 'eight', ['2x2x2', '4x1x2'], **fields).values():
     _assert_same(result, one)
 
 

@@ -4,9 +4,10 @@ A checkpoint is a directory with `config.json`, `model.safetensors` (or shards a
 if this project wrote it, `value_head.safetensors`. A critic with its own trunk is a checkpoint in the subdirectory
 `critic` of the policy's checkpoint; it has no output projection, and the value head is stored in that subdirectory.
 Only JSON and safetensors files are read, so code in a checkpoint never runs. The layouts are those of
-`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3_5ForCausalLM`, `LlamaForCausalLM` and, for models that read images, of
-`Qwen2_5_VLForConditionalGeneration` and `Qwen3VLForConditionalGeneration` in `transformers`. Of
-`Qwen3_5ForConditionalGeneration` the text model is read.
+`Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`,
+`LlamaForCausalLM` and, for models that read images, of `Qwen2_5_VLForConditionalGeneration` and
+`Qwen3VLForConditionalGeneration` in `transformers`. Of `Qwen3_5ForConditionalGeneration` and
+`Qwen3_5MoeForConditionalGeneration` the text model is read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.models.checkpoint import linear_config, rope_config, vision_config
+from ragen_jax.models.checkpoint import experts_config, linear_config, rope_config, vision_config
 from ragen_jax.models.checkpoint.fields import integer, unsupported
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
@@ -38,16 +39,23 @@ DTYPES = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
 _ARCHITECTURES = {
   'Qwen2ForCausalLM': 'qwen2',
   'Qwen3ForCausalLM': 'qwen3',
+  'Qwen3MoeForCausalLM': 'qwen3_moe',
   'Qwen3_5ForCausalLM': 'qwen3_5_text',
+  'Qwen3_5MoeForCausalLM': 'qwen3_5_moe_text',
   'LlamaForCausalLM': 'llama',
   'Qwen2_5_VLForConditionalGeneration': 'qwen2_5_vl',
   'Qwen3VLForConditionalGeneration': 'qwen3_vl',
   'Qwen3_5ForConditionalGeneration': 'qwen3_5',
+  'Qwen3_5MoeForConditionalGeneration': 'qwen3_5_moe',
 }
-# `model_type` -> architecture of the text model that is read of it, without its vision tower.
-_TEXT_MODELS = {'qwen3_5_text': 'qwen3_5', 'qwen3_5': 'qwen3_5'}
+# Follows the architecture in the `model_type` of models with experts.
+_MOE = '_moe'
+# `model_type` -> that of the text model that is read of it, without its vision tower.
+_TEXT_MODELS = {
+  'qwen3_5_text': 'qwen3_5', 'qwen3_5': 'qwen3_5', 'qwen3_5_moe_text': 'qwen3_5_moe', 'qwen3_5_moe': 'qwen3_5_moe',
+}  # fmt: skip
 # What `transformers` takes for a `head_dim` that a file lacks, if it is not hidden_size / num_attention_heads.
-_HEAD_DIMS = {'qwen3': 128, 'qwen3_5': 256}
+_HEAD_DIMS = {'qwen3': 128, 'qwen3_5': 256, 'qwen3_5_moe': 256}
 _UNQUANTISED = 'use the weights in float32, bfloat16 or float16'
 
 # Fields of a source's config.json that do not describe the shape and are copied unchanged into an export.
@@ -114,7 +122,7 @@ def read_config(directory: str) -> QwenConfig:
   Raises:
     UserError: the file is missing or not JSON, or requires a feature that is not supported: another architecture,
       rotary embeddings that are scaled in another way than Llama 3's, sliding windows, biases in Qwen3 or Llama,
-      quantised weights, another activation.
+      quantised weights, another activation, another kind of experts.
   """
   where = os.path.join(directory, CONFIG_FILE)
   raw = read_json(where)
@@ -136,7 +144,8 @@ def read_config(directory: str) -> QwenConfig:
   return dataclasses.replace(trunk, **vision_config.read(raw, text, trunk, family, where))
 
 
-def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfig:
+def _read_trunk(raw: dict[str, Any], family: str, where: str) -> QwenConfig:
+  architecture = family.removesuffix(_MOE)
   _check_features(raw, architecture, where)
   num_heads, num_layers = integer(raw, 'num_attention_heads', where), integer(raw, 'num_hidden_layers', where)
   hidden_size = integer(raw, 'hidden_size', where)
@@ -145,8 +154,8 @@ def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfi
     raise UserError(f'{where}: num_key_value_heads={num_kv_heads} does not divide num_attention_heads={num_heads}')
   if raw.get('head_dim') is not None:
     head_dim = integer(raw, 'head_dim', where)
-  elif architecture in _HEAD_DIMS and 'head_dim' not in raw:
-    head_dim = _HEAD_DIMS[architecture]
+  elif family in _HEAD_DIMS and 'head_dim' not in raw:
+    head_dim = _HEAD_DIMS[family]
   else:
     head_dim = hidden_size // num_heads
   if head_dim % 2:
@@ -156,6 +165,9 @@ def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfi
     field = 'layer_types' if raw.get('layer_types') else 'use_sliding_window'
     raise unsupported(raw, field, 'every layer must attend to the whole context', where)
   theta, scaling = rope_config.read(raw, architecture, where)
+  mixture = {} if family == architecture else experts_config.read(raw, architecture, num_layers, where)
+  if mixture and not mixture['mlp_layers']:  # files of such models may lack what no layer has
+    raw = {'intermediate_size': mixture['experts'].width} | raw
   return QwenConfig(
     architecture=architecture,
     vocab_size=integer(raw, 'vocab_size', where),
@@ -170,6 +182,7 @@ def _read_trunk(raw: dict[str, Any], architecture: str, where: str) -> QwenConfi
     rms_norm_eps=float(raw.get('rms_norm_eps', 1e-6)),
     tie_word_embeddings=bool(raw.get('tie_word_embeddings', False)),
     **hybrid,
+    **mixture,
   )
 
 
@@ -221,7 +234,7 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
   Raises:
     UserError: a special token's id is outside of the vocabulary.
   """
-  family = cfg.architecture if cfg.vision is None else cfg.vision.family
+  family = cfg.architecture + _MOE * (cfg.experts is not None) if cfg.vision is None else cfg.vision.family
   family = next((text for text, of in _TEXT_MODELS.items() if of == family), family)
   config = {
     'architectures': [{kind: name for name, kind in _ARCHITECTURES.items()}[family]],
@@ -252,6 +265,8 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
   if cfg.linear is not None:
     del config['use_sliding_window']
     config |= linear_config.write(cfg)
+  if cfg.experts is not None:
+    config |= experts_config.write(cfg)
   raw = {}
   if tokenizer_dir is not None:
     config |= _token_ids(tokenizer_dir)

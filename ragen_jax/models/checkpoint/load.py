@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
@@ -24,7 +25,7 @@ from ragen_jax.models.checkpoint.config import (
   read_json,
   trunk_config,
 )
-from ragen_jax.models.checkpoint.names import Weight, abstract_model, is_left_out, list_names, stored_name, weights
+from ragen_jax.models.checkpoint.names import Stored, abstract_model, is_left_out, list_names, stored, stored_name
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
@@ -67,8 +68,9 @@ def load_params(
 ) -> nnx.State:
   """Loads the weights of a `Qwen`, as its `nnx.state` has them, tensor by tensor, onto their devices.
 
-  Host memory holds one tensor in its stored type and one device's part of it in our layout and type. In a run of
-  several processes, each process reads every tensor and keeps the parts of its own devices.
+  Host memory holds one tensor, or one expert's part of it, in its stored type, and one device's part of that in our
+  layout and type. Devices hold the experts of a layer twice while they are put together. In a run of several processes,
+  each process reads every tensor and keeps the parts of its own devices.
 
   Args:
     directory: a Hugging Face checkpoint in float32, bfloat16 or float16, in one file or in shards.
@@ -82,18 +84,26 @@ def load_params(
       problems are found before any tensor is loaded.
   """
   files = _weight_files(directory)
-  wanted = {w.name: w for w in weights(cfg)}
+  wanted = stored(cfg)
   _check_tensors(directory, files, wanted, cfg, ignore_head)
   leaves = dict(nnx.to_flat_state(nnx.split(abstract_model(cfg, param_dtype=param_dtype))[1]))
+  experts: dict[tuple[str | int, ...], _Experts] = {}
   for file in files:
     with _open(file) as tensors:
       for name in tensors.offset_keys():
-        weight = wanted.get(stored_name(name, cfg))
-        if weight is not None:
-          array = weight.from_hf(tensors.get_tensor(name))
+        tensor = wanted.get(stored_name(name, cfg))
+        for weight, place in () if tensor is None else tensor.parts:
+          array = weight.from_hf(tensors.get_slice(name)[place] if place else tensors.get_tensor(name))
           sharding = None if sharding_fn is None else sharding_fn(weight.path)
           leaf = leaves[weight.path]
-          leaves[weight.path] = leaf.replace(place_tensor(array, np.dtype(leaf.dtype), sharding))
+          dtype = np.dtype(leaf.dtype)
+          if weight.expert is None:
+            leaves[weight.path] = leaf.replace(place_tensor(array, dtype, sharding))
+          else:
+            found = experts.setdefault(weight.path, _Experts(weight.whole_shape, dtype, sharding))
+            found.place(weight.expert, array)
+            if found.complete:
+              leaves[weight.path] = leaf.replace(experts.pop(weight.path).together())
           del array
   _log.debug('Loaded %d tensors from %s', len(wanted), directory)
   return nnx.from_flat_state(leaves)
@@ -110,6 +120,40 @@ def place_tensor(array: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Shar
     # Waits for each transfer: pending transfers would keep several parts in host memory.
     parts.append(jax.block_until_ready(jax.device_put(part, device)))
   return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
+class _Experts:
+  """A weight [E, ...] of experts that come one by one, in any order."""
+
+  def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None):
+    self._shape, self._dtype, self._sharding = shape, dtype, sharding
+    everything = tuple(slice(None) for _ in shape)
+    places = {None: everything} if sharding is None else sharding.addressable_devices_indices_map(shape)
+    self._places = {device: (range(shape[0])[index[0]], index[1:]) for device, index in places.items()}
+    self._parts: dict[Any, dict[int, jax.Array]] = {device: {} for device in places}
+    self._missing = set(range(shape[0]))
+
+  @property
+  def complete(self) -> bool:
+    return not self._missing
+
+  def place(self, expert: int, array: np.ndarray) -> None:
+    """Puts the part of an expert on its devices."""
+    self._missing.remove(expert)
+    for device, (experts, index) in self._places.items():
+      if expert in experts:
+        part = np.asarray(array[index], self._dtype, order='C')
+        self._parts[device][expert] = jax.block_until_ready(jax.device_put(part, device))
+
+  def together(self) -> jax.Array:
+    """The weight; its parts are let go."""
+    arrays = []
+    for device, (experts, _) in self._places.items():
+      parts = self._parts.pop(device)
+      arrays.append(jax.block_until_ready(jnp.stack([parts[e] for e in experts])))
+    if self._sharding is None:
+      return arrays[0]
+    return jax.make_array_from_single_device_arrays(self._shape, self._sharding, arrays)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -147,10 +191,11 @@ def _open(file: str) -> Iterator[Any]:
 
 
 def _check_tensors(
-  directory: str, files: list[str], wanted: dict[str, Weight], cfg: QwenConfig, ignore_head: bool
+  directory: str, files: list[str], wanted: dict[str, Stored], cfg: QwenConfig, ignore_head: bool
 ) -> None:
   """Compares the headers of the files with the model. Raises a `UserError` that lists all differences."""
-  missing, extra, misshapen, mistyped = dict.fromkeys(wanted), [], [], []
+  named = {w.name: w for tensor in wanted.values() for w, _ in tensor.parts}
+  missing, extra, twice, misshapen, mistyped = dict.fromkeys(named), [], [], [], []
   tied_head = None
   for file in files:
     with _open(file) as tensors:
@@ -164,18 +209,22 @@ def _check_tensors(
           if not name.endswith('.rotary_emb.inv_freq') and not is_left_out(found_name, cfg):
             extra.append(name)
         else:
-          missing.pop(name, None)
-          if shape != wanted[name].hf_shape:
-            misshapen.append(f'{name} {list(shape)} instead of {list(wanted[name].hf_shape)}')
+          of_experts = [w.name for w, _ in wanted[name].parts if w.expert is not None]
+          twice += [] if missing.keys() >= set(of_experts) else [name]
+          for weight, _ in wanted[name].parts:
+            missing.pop(weight.name, None)
+          if shape != wanted[name].shape:
+            misshapen.append(f'{name} {list(shape)} instead of {list(wanted[name].shape)}')
           if dtype not in DTYPES:
             mistyped.append(f'{name} {dtype}')
   found = {
     'missing': list(missing),
     'unexpected': extra,
+    'of experts that other tensors have too': twice,
     'of another shape': misshapen,
     f'of a type other than {"/".join(DTYPES)}': mistyped,
   }
-  tower = [name for name, w in wanted.items() if w.path[0] == 'visual']
+  tower = [name for name, w in named.items() if w.path[0] == 'visual']
   if tower and missing.keys() >= set(tower):
     raise UserError(
       f'{directory}: has no vision tower, which {CONFIG_FILE} describes: {list_names(tower[:1])} is missing'
@@ -184,7 +233,7 @@ def _check_tensors(
   if problems:
     raise UserError(f'{directory}: the weights do not fit {CONFIG_FILE}; {"; ".join(problems)}')
   if tied_head is not None:
-    embedding = next(name for name, w in wanted.items() if w.path == ('embed_tokens',))
+    embedding = next(name for name, w in named.items() if w.path == ('embed_tokens',))
     _check_tied(directory, files, tied_head, embedding, cfg)
 
 

@@ -18,6 +18,8 @@ from ragen_jax.models.vision.config import CHANNELS, QWEN2_5_VL, QWEN3_VL
 # Parameter path, tensor name, tensor shape. A kernel is the transposed [out, in] of `torch.nn.Linear`, or of a
 # convolution [out, ...] without overlap, with heads as separate axes. Rows for parameters that a model lacks (a bias, a
 # norm, an output projection) are skipped. J, G, W are those of `linear_attention`, and Q are the channels of all heads.
+# A parameter [E, ...] of experts has a tensor for each, with its number in place of '#'; I and A are the widths of an
+# expert and of the shared one.
 _TABLE = (
   ('embed_tokens', 'model.embed_tokens.weight', 'V D'),
   ('layers.*.input_layernorm.weight', 'model.layers.*.input_layernorm.weight', 'D'),
@@ -43,6 +45,14 @@ _TABLE = (
   ('layers.*.mlp.gate_proj.kernel', 'model.layers.*.mlp.gate_proj.weight', 'F D'),
   ('layers.*.mlp.up_proj.kernel', 'model.layers.*.mlp.up_proj.weight', 'F D'),
   ('layers.*.mlp.down_proj.kernel', 'model.layers.*.mlp.down_proj.weight', 'D F'),
+  ('layers.*.mlp.gate.kernel', 'model.layers.*.mlp.gate.weight', 'E D'),
+  ('layers.*.mlp.experts.gate_proj.kernel', 'model.layers.*.mlp.experts.#.gate_proj.weight', 'I D'),
+  ('layers.*.mlp.experts.up_proj.kernel', 'model.layers.*.mlp.experts.#.up_proj.weight', 'I D'),
+  ('layers.*.mlp.experts.down_proj.kernel', 'model.layers.*.mlp.experts.#.down_proj.weight', 'D I'),
+  ('layers.*.mlp.shared_expert.gate_proj.kernel', 'model.layers.*.mlp.shared_expert.gate_proj.weight', 'A D'),
+  ('layers.*.mlp.shared_expert.up_proj.kernel', 'model.layers.*.mlp.shared_expert.up_proj.weight', 'A D'),
+  ('layers.*.mlp.shared_expert.down_proj.kernel', 'model.layers.*.mlp.shared_expert.down_proj.weight', 'D A'),
+  ('layers.*.mlp.shared_expert_gate.kernel', 'model.layers.*.mlp.shared_expert_gate.weight', '1 D'),
   ('norm.weight', 'model.norm.weight', 'D'),
   ('lm_head.kernel', 'lm_head.weight', 'V D'),
 )
@@ -128,7 +138,10 @@ class Order:
 class Weight:
   """Path and shape of a parameter in `nnx.state(Qwen)`, and name and shape of its tensor in a checkpoint.
 
-  `order` is that of the tensor's rows; None if it is the same here.
+  Attributes:
+    order: that of the tensor's rows; None if it is the same here.
+    expert: of a parameter [E, *shape], whose part the tensor is; None if the tensor is all of the parameter.
+    experts: E; 0 if `expert` is None.
   """
 
   path: tuple[str | int, ...]
@@ -136,6 +149,13 @@ class Weight:
   name: str
   hf_shape: tuple[int, ...]
   order: Order | None = None
+  expert: int | None = None
+  experts: int = 0
+
+  @property
+  def whole_shape(self) -> tuple[int, ...]:
+    """The shape of the parameter."""
+    return self.shape if self.expert is None else (self.experts, *self.shape)
 
   @property
   def always_float32(self) -> bool:
@@ -149,7 +169,7 @@ class Weight:
 
   @property
   def size(self) -> int:
-    """Number of entries."""
+    """Number of entries of the tensor."""
     return math.prod(self.shape)
 
   def from_hf(self, tensor: np.ndarray) -> np.ndarray:
@@ -164,6 +184,35 @@ class Weight:
       array = array.reshape(-1, self.hf_shape[0]).T
     tensor = array if array.shape == self.hf_shape else array.reshape(self.hf_shape)
     return tensor if self.order is None else tensor[self.order.theirs]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """A tensor that a checkpoint may have: its shape, and the weights that it holds with their places in it."""
+
+  shape: tuple[int, ...]
+  parts: tuple[tuple[Weight, tuple[int | slice, ...]], ...]
+
+
+def stored(cfg: QwenConfig) -> dict[str, Stored]:
+  """By name, the tensors that a checkpoint of this shape may have.
+
+  Experts may have a tensor each, or those of a layer together: gates above `up_proj` [E, 2 I, D], and [E, D, I].
+  """
+  found = {w.name: Stored(w.hf_shape, ((w, ()),)) for w in weights(cfg)}
+  together: dict[str, list] = {}
+  for w in weights(cfg):
+    if w.expert is not None:
+      layer, kind, rows = w.name.partition('.experts.')[0], w.path[-2], w.hf_shape[0]
+      if kind == 'down_proj':
+        together.setdefault(f'{layer}.experts.down_proj', []).append((w, (w.expert,)))
+      else:
+        half = slice(0, rows) if kind == 'gate_proj' else slice(rows, 2 * rows)
+        together.setdefault(f'{layer}.experts.gate_up_proj', []).append((w, (w.expert, half)))
+  for name, parts in together.items():
+    rows, columns = parts[0][0].hf_shape
+    found[name] = Stored((parts[0][0].experts, rows * len(parts) // parts[0][0].experts, columns), tuple(parts))
+  return found
 
 
 def stored_name(name: str, cfg: QwenConfig) -> str:
@@ -203,6 +252,8 @@ def weights(cfg: QwenConfig) -> tuple[Weight, ...]:
     c = cfg.linear
     sizes |= {'Q': c.key_heads * c.channels, 'JGW': c.value_heads * c.value_dim, 'JG': c.value_heads}
     sizes |= {'W': c.value_dim, 'taps': c.taps, '1': 1}
+  if cfg.experts is not None:
+    sizes |= {'E': cfg.experts.count, 'I': cfg.experts.width, 'A': cfg.experts.shared_width, '1': 1}
   if v is not None:
     sizes |= {'U': v.hidden_size, '3U': 3 * v.hidden_size, 'Y': v.intermediate_size, 'P': v.num_positions}
     sizes |= {'M': v.hidden_size * v.merge_size**2, 'C': CHANNELS, 't': v.temporal_patch_size, 'p': v.patch_size}
@@ -216,7 +267,13 @@ def weights(cfg: QwenConfig) -> tuple[Weight, ...]:
       if path in shapes:
         name = stored_name(theirs.replace('*', str(i)), cfg)
         order = channel_order(cfg.linear) if theirs.endswith(_BY_CHANNEL) else None
-        found.append(Weight(path, shapes[path], name, tuple(sizes[axis] for axis in axes.split()), order))
+        hf_shape = tuple(sizes[axis] for axis in axes.split())
+        if '#' not in name:
+          found.append(Weight(path, shapes[path], name, hf_shape, order))
+          continue
+        count, *shape = shapes[path]
+        for e in range(count):
+          found.append(Weight(path, tuple(shape), name.replace('#', str(e)), hf_shape, None, e, count))
   unnamed = shapes.keys() - {w.path for w in found}
   if unnamed:
     raise ValueError(f'parameters that have no name in checkpoints: {sorted(unnamed)}')

@@ -139,7 +139,8 @@ def _fetcher(model: Qwen | Mapping[Any, Any], plan: tuple[Weight, ...]) -> Calla
   _check_params(params, plan)
 
   def fetch(weight: Weight) -> np.ndarray:
-    array, adapter = _to_host(params[weight.path]), adapters.get(weight.path[:-1])
+    array = params[weight.path]
+    array, adapter = _to_host(array if weight.expert is None else array[weight.expert]), adapters.get(weight.path[:-1])
     if adapter is None or not weight.transposed:
       return array
     return lora.merged(array, _to_host(adapter.lora_a[...]), _to_host(adapter.lora_b[...]), adapter.scale)
@@ -149,7 +150,7 @@ def _fetcher(model: Qwen | Mapping[Any, Any], plan: tuple[Weight, ...]) -> Calla
 
 def _check_params(params: dict[tuple[Any, ...], Any], plan: tuple[Weight, ...]) -> None:
   """Raises ValueError if paths or shapes are not those of the plan."""
-  expected = {w.path: w.shape for w in plan}
+  expected = {w.path: w.whole_shape for w in plan}
   found = {path: tuple(array.shape) for path, array in params.items()}
   if found != expected:
     wrong = [path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path)]

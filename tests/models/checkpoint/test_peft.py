@@ -18,7 +18,7 @@ from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.utils.errors import UserError
 from tests.support.adapters import CONFIG, SMALL, SMALL3, TOKENS, adapted, logits, save_base
-from tests.support.checkpoints import HYBRID
+from tests.support.checkpoints import EXPERTS, HYBRID, HYBRID_EXPERTS
 
 
 @pytest.fixture
@@ -87,7 +87,11 @@ def peft():
   return pytest.importorskip('peft', reason='the comparison with PEFT needs it')
 
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3, HYBRID], ids=['qwen2', 'qwen3', 'qwen3_5'])
+@pytest.mark.parametrize(
+  'cfg',
+  [SMALL, SMALL3, HYBRID, EXPERTS, pytest.param(HYBRID_EXPERTS, marks=pytest.mark.slow)],
+  ids=['qwen2', 'qwen3', 'qwen3_5', 'qwen3_moe', 'qwen3_5_moe'],
+)
 def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_path, cfg, peft):
   import torch
   from transformers import AutoModelForCausalLM
@@ -116,7 +120,7 @@ def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_pat
   for name, weight in theirs.named_parameters():
     if weight.requires_grad:
       path = name.removeprefix('base_model.model.model.').split('.')
-      adapter = ours[(path[0], int(path[1]), *path[2:4])]
+      adapter = ours[(path[0], int(path[1]), *path[2:-3])]
       a = 'lora_A' in name
       own = np.asarray((adapter.lora_a if a else adapter.lora_b)[...]).reshape((-1, 4) if a else (4, -1)).T
       if 'in_proj_qkv' in name and not a:
@@ -124,10 +128,16 @@ def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_pat
       np.testing.assert_allclose(own, weight.grad.numpy(), rtol=1e-3, atol=1e-6, err_msg=name)
       assert np.abs(own).max() > 1e-5
       compared += 1
-  assert compared == 2 * (2 * 7 if cfg.linear is None else 5 + 3 + 7)
+  # Of experts, the shared one has adapters, with its gate.
+  mlps = 2 * (4 if cfg is HYBRID_EXPERTS else 3) - 3 * (cfg is EXPERTS)
+  assert compared == 2 * ((2 * 4 if cfg.linear is None else 5 + 4) + mlps) == 2 * len(ours)
 
 
-@pytest.mark.parametrize('cfg', [SMALL, HYBRID], ids=['qwen2', 'qwen3_5'])
+@pytest.mark.parametrize(
+  'cfg',
+  [SMALL, HYBRID, *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (EXPERTS, HYBRID_EXPERTS))],
+  ids=['qwen2', 'qwen3_5', 'qwen3_moe', 'qwen3_5_moe'],
+)
 def test_adapters_that_peft_wrote_are_loaded(tmp_path, cfg, peft):
   import torch
   from transformers import AutoModelForCausalLM

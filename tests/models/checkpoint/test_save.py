@@ -26,7 +26,9 @@ from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import (
+  EXPERTS,
   HYBRID,
+  HYBRID_EXPERTS,
   LLAMA,
   SMALL,
   SMALL3,
@@ -38,8 +40,13 @@ from tests.support.checkpoints import (
 )
 from tests.support.processes import copy_python
 
+EVERY = {
+  'qwen2': SMALL, 'qwen3': SMALL3, 'qwen3_5': HYBRID, 'llama': LLAMA, 'qwen3_moe': EXPERTS,
+  'qwen3_5_moe': HYBRID_EXPERTS,
+}  # fmt: skip
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3, HYBRID, LLAMA], ids=['qwen2', 'qwen3', 'qwen3_5', 'llama'])
+
+@pytest.mark.parametrize('cfg', EVERY.values(), ids=EVERY)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
 @pytest.mark.parametrize('max_shard_bytes', [1 << 30, 3000], ids=['single', 'sharded'])
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, cfg, dtype, max_shard_bytes):
@@ -64,7 +71,7 @@ def test_a_loaded_model_has_its_dtypes_and_a_pure_dict_can_be_saved(tmp_path):
   assert contents(tmp_path / 'again') == contents(tmp_path / 'out')
 
 
-@pytest.mark.parametrize('cfg', [SMALL, SMALL3, HYBRID, LLAMA], ids=['qwen2', 'qwen3', 'qwen3_5', 'llama'])
+@pytest.mark.parametrize('cfg', EVERY.values(), ids=EVERY)
 def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, tokenizer_dir, cfg, transformers):
   import torch
 
@@ -76,7 +83,8 @@ def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, tokeni
       assert tensors.metadata() == {'format': 'pt'}
   theirs, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
   assert not any(report[kind] for kind in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), report
-  assert type(theirs).__name__ == f'{cfg.architecture.capitalize()}ForCausalLM'
+  mixture = 'Moe' if cfg.experts else ''
+  assert type(theirs).__name__ == f'{cfg.architecture.capitalize()}{mixture}ForCausalLM'
   assert theirs.dtype == torch.float32
   assert (theirs.config.eos_token_id, theirs.config.pad_token_id) == (61, 60)
   assert theirs.generation_config.eos_token_id == 61

@@ -1,0 +1,170 @@
+"""Mixtures of experts against a loop over all experts, and the grouped products that they consist of."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ragen_jax.models import grouped_product as products
+from ragen_jax.models.feed_forward import ExpertsConfig, MixtureOfExperts
+from ragen_jax.models.qwen import QwenConfig
+from tests.support.processes import copy_python
+
+# Groups: empty ones, some of a part of a tile, and one of several tiles; rows behind all groups.
+_SIZES = (0, 9, 3, 0, 22, 1)
+
+
+def _by_loop(x, kernels, sizes):
+  parts, start = [], 0
+  for kernel, n in zip(kernels, sizes, strict=True):
+    parts.append(x[start : start + n] @ kernel)
+    start += n
+  return jnp.concatenate([*parts, jnp.zeros((len(x) - start, kernels.shape[2]))])
+
+
+@pytest.mark.parametrize('sizes', [_SIZES, (40, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)])
+@pytest.mark.parametrize('way', ['tiles', 'ragged_dot'])
+def test_grouped_products_and_their_gradients_are_those_of_a_loop(sizes, way, monkeypatch):
+  monkeypatch.setattr(products, '_TILE', 4)
+  if way == 'ragged_dot':  # what other devices than CPUs do
+    monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *args, cpu, default: default(*args))
+  rng = np.random.default_rng(0)
+  x, kernels, upstream = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((40, 5), (6, 5, 3), (40, 3)))
+  upstream = jnp.where(np.arange(40)[:, None] < sum(sizes), upstream, 0)
+  found, pull = jax.vjp(lambda x, w: products.grouped_product(x, w, jnp.asarray(sizes)), x, kernels)
+  expected, expected_pull = jax.vjp(lambda x, w: _by_loop(x, w, sizes), x, kernels)
+  np.testing.assert_allclose(found[: sum(sizes)], expected[: sum(sizes)], atol=1e-5)
+  for ours, theirs in zip(pull(upstream), expected_pull(upstream), strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def _mixture(**changes) -> MixtureOfExperts:
+  """Weights as large as their results, so that each part matters."""
+  cfg = ExpertsConfig(**dict(count=6, chosen=3, width=10, normalised=True, shared_width=7) | changes)
+  graphdef, state = nnx.split(
+    nnx.eval_shape(lambda: MixtureOfExperts(8, cfg, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+  )
+  rng = np.random.default_rng(0)
+  return nnx.merge(graphdef, jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape) * 0.5, jnp.float32), state))
+
+
+def _dense(mixture: MixtureOfExperts, x: jax.Array) -> jax.Array:
+  """Every expert for every column, times 0 where it is not chosen."""
+  cfg, experts = mixture.cfg, mixture.experts
+  shares = jax.nn.softmax(x @ mixture.gate.kernel[...])
+  least = jnp.sort(shares, axis=-1)[..., -cfg.chosen, None]
+  weights = jnp.where(shares >= least, shares, 0)
+  if cfg.normalised:
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+  y = 0
+  for e in range(cfg.count):
+    gate, up, down = (p.kernel[...][e] for p in (experts.gate_proj, experts.up_proj, experts.down_proj))
+    y = y + weights[..., e, None] * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
+  if cfg.shared_width:
+    y = y + jax.nn.sigmoid(mixture.shared_expert_gate(x)) * mixture.shared_expert(x)
+  return y
+
+
+@pytest.mark.parametrize(
+  'changes', [{}, {'normalised': False, 'shared_width': 0}, {'chosen': 1}, {'chosen': 6, 'normalised': False}]
+)
+def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_all_experts(changes):
+  mixture = _mixture(**changes)
+  x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 9, 8)), jnp.float32)
+  upstream = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
+  graphdef, state = nnx.split(mixture)
+
+  def run(of):
+    return jax.jit(jax.value_and_grad(lambda s, x: jnp.sum(of(nnx.merge(graphdef, s), x) * upstream), (0, 1)))(state, x)
+
+  (found, gradient), (expected, expected_gradient) = run(lambda m, x: m(x)), run(_dense)
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True)
+  for i, (ours, theirs) in enumerate(pairs):
+    # With one expert, whose weight is 1 in any case, the router has no gradient.
+    assert np.linalg.norm(theirs) > 0 or changes.get('chosen') == 1
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=str(i))
+
+
+def test_no_column_is_left_out_however_many_choose_one_expert():
+  """All columns are equal, so they choose the same experts; and a column does not depend on the others."""
+  mixture = _mixture()
+  x = jnp.asarray(np.random.default_rng(2).normal(size=8), jnp.float32)
+  many = mixture(jnp.broadcast_to(x, (3, 200, 8)))
+  np.testing.assert_allclose(many, jnp.broadcast_to(mixture(x[None, None]), many.shape), rtol=1e-5, atol=1e-6)
+  others = jnp.asarray(np.random.default_rng(3).normal(size=(3, 200, 8)), jnp.float32).at[1, 7].set(x)
+  np.testing.assert_allclose(mixture(others)[1, 7], many[0, 0], rtol=1e-5, atol=1e-6)
+
+
+_ON_A_MESH = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import SamplingLayout, place_rows, row_sharding, sampling_mesh, sampling_spec
+from ragen_jax.distributed.sharding import path_of, tree_shardings
+from jax.sharding import NamedSharding
+from tests.models.test_feed_forward import _mixture
+
+x = np.random.default_rng(1).normal(size=(8, 5, 8)).astype(np.float32)
+upstream = np.cos(np.arange(x.size)).reshape(x.shape)
+mixture = _mixture(count=8, shared_width=8)
+
+def run(mixture, x, rows=None, state=None):
+  graphdef, own = nnx.split(mixture)
+  def loss(s, x):
+    y = nnx.merge(graphdef, s)(x, rows)
+    return jnp.sum(y * upstream), y
+  (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(own if state is None else state, x)
+  return [np.asarray(a) for a in jax.tree.leaves((y, gradients))]
+
+expected, worst = run(mixture, x), {}
+tree = {'policy': {'layers': {'0': {'mlp': nnx.state(mixture)}}}}
+
+def compare(name, found):
+  assert len(found) == len(expected)
+  worst[name] = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, expected))
+
+for shape in ((2, 2, 2), (1, 1, 8), (4, 2, 1)):
+  mesh = make_mesh(*shape)
+  placed = jax.device_put(tree, tree_shardings(tree, mesh))['policy']['layers']['0']['mlp']
+  kernel = placed['experts']['gate_proj']['kernel'].get_value()
+  assert kernel.sharding.shard_shape(kernel.shape) == (8 // shape[2], 8 // shape[1], 10)
+  compare(str(shape), run(mixture, place_rows(x, mesh), row_sharding(mesh), placed))
+# While tokens are sampled, neighbours divide the experts too.
+mesh = sampling_mesh(make_mesh(4, 1, 2), 2)
+mixture.sampling = SamplingLayout(mesh, True, 1)
+shardings = jax.tree_util.tree_map_with_path(
+  lambda path, w: NamedSharding(mesh, sampling_spec(path_of(path), w.shape, mesh)), tree)
+placed = jax.device_put(tree, shardings)['policy']['layers']['0']['mlp']
+kernel = placed['experts']['gate_proj']['kernel'].get_value()
+assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 10)
+compare('sampling', run(mixture, place_rows(x, mesh), row_sharding(mesh), placed))
+print(json.dumps(worst))
+"""
+
+
+def test_eight_devices_give_what_one_does():
+  done = copy_python(_ON_A_MESH, devices=8)
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = json.loads(done.stdout.splitlines()[-1])
+  assert len(found) == 4 and max(found.values()) < 1e-5, found
+
+
+def test_numbers_of_matrices():
+  shape = dict(hidden_size=4, intermediate_size=8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2)
+  experts = ExpertsConfig(count=6, chosen=2, width=5, normalised=True, shared_width=3)
+  assert QwenConfig(**shape).mlp_matrices() == QwenConfig(**shape).mlp_matrices(active=True) == 3 * 3 * 4 * 8
+  cfg = QwenConfig(**shape, experts=experts, mlp_layers=(1,))
+  mlp, shared = 3 * 4 * 8, 3 * 4 * 3 + 4
+  assert cfg.mlp_matrices() == mlp + 2 * (4 * 6 + 6 * 3 * 4 * 5 + shared)
+  assert cfg.mlp_matrices(active=True) == mlp + 2 * (4 * 6 + 2 * 3 * 4 * 5 + shared)
+  assert cfg.mlp_parts() == (8, 6, 3)
+  assert [s[1] for s in cfg.structures] == [True, False, True] and cfg.period == 3 and cfg.runs == (1, 1, 1)
+  with pytest.raises(ValueError, match=r'mlp_layers=\(0,\): goes with experts'):
+    QwenConfig(**shape, mlp_layers=(0,))
