@@ -1,4 +1,9 @@
-"""Products of rows with one of several matrices each, where the rows of a matrix stand together."""
+"""Products of rows with one of several matrices each, where the rows of a matrix stand together.
+
+`jax.lax.ragged_dot` is this product. Compilers write it out as the products of all rows with all matrices, with zeros
+for the rows of others, on CPUs and GPUs always and on TPUs for the gradient of the matrices (jax 0.10.2): for 128
+matrices this is 128 times the work. There we loop over tiles, each of a few rows of one matrix.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,22 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ragen_jax.utils.sizes import next_power
+
 # The name of what `grouped_product` gives, for policies of `jax.checkpoint`.
 GROUPED = 'grouped_product'
 
-# Rows of a product on CPUs.
-_TILE = 64
+# Least and most rows of a tile.
+_TILE = (8, 256)
+
+# On GPUs, a loop takes longer than to multiply so few rows with all matrices.
+_FEW_ROWS = 1024
 
 
 def grouped_product(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
   """The first `sizes[0]` rows of x times the first kernel, the next `sizes[1]` rows times the second, and so on.
 
-  Rows behind all groups give anything; their gradient has to be 0. On CPUs, where `jax.lax.ragged_dot` multiplies all
-  rows with all kernels, groups are multiplied in tiles.
+  Rows behind all groups give anything; their gradient has to be 0.
 
   Args:
     x: [M, K].
@@ -35,7 +44,8 @@ def grouped_product(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.A
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-  return jax.lax.platform_dependent(x, kernels, sizes, cpu=in_tiles, default=jax.lax.ragged_dot)
+  others = jax.lax.ragged_dot if len(x) <= _FEW_ROWS else in_tiles
+  return jax.lax.platform_dependent(x, kernels, sizes, cpu=in_tiles, tpu=jax.lax.ragged_dot, default=others)
 
 
 def _forward(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
@@ -43,17 +53,11 @@ def _forward(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> tuple[jax.Ar
 
 
 def _backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-  of_x, of_kernels = jax.lax.platform_dependent(
-    *saved, gradient, cpu=gradients_in_tiles, default=_gradients_of_ragged_dot
-  )
-  return of_x, of_kernels, None
+  x, kernels, sizes = saved
+  return _product(gradient, jnp.swapaxes(kernels, 1, 2), sizes), gradient_of_kernels(x, kernels, sizes, gradient), None
 
 
 _product.defvjp(_forward, _backward)
-
-
-def _gradients_of_ragged_dot(x, kernels, sizes, gradient):
-  return jax.vjp(lambda x, kernels: jax.lax.ragged_dot(x, kernels, sizes), x, kernels)[1](gradient)
 
 
 def in_tiles(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -66,34 +70,36 @@ def in_tiles(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
   return _for_tiles(sizes, len(x), multiply, jnp.zeros((len(x), kernels.shape[2]), x.dtype))
 
 
-def gradients_in_tiles(
-  x: jax.Array, kernels: jax.Array, sizes: jax.Array, gradient: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """The gradients of `in_tiles` for its first two arguments."""
+def gradient_of_kernels(x: jax.Array, kernels: jax.Array, sizes: jax.Array, gradient: jax.Array) -> jax.Array:
+  """The gradient of the kernels in `grouped_product`, of the same shape and type; sums are float32."""
 
   def add(of_kernels, group, first, own):
     tile = jnp.where(own[:, None], _cut(x, first, len(own)), 0)
     product = jnp.matmul(tile.T, _cut(gradient, first, len(own)), preferred_element_type=jnp.float32)
     return of_kernels.at[group].add(product)
 
-  of_kernels = _for_tiles(sizes, len(x), add, jnp.zeros(kernels.shape, jnp.float32))
-  return in_tiles(gradient, jnp.swapaxes(kernels, 1, 2), sizes), of_kernels.astype(kernels.dtype)
+  return _for_tiles(sizes, len(x), add, jnp.zeros(kernels.shape, jnp.float32)).astype(kernels.dtype)
 
 
 def _for_tiles(sizes: jax.Array, m: int, run: Callable[..., jax.Array], carry: jax.Array) -> jax.Array:
-  """`carry = run(carry, group, first row, which rows are the tile's)` for each tile of each group of M rows."""
-  rows = min(_TILE, m)
+  """`carry = run(carry, group, first row, which rows are the tile's)` for each tile of each group of M rows.
+
+  A tile has about as many rows as a group. The loop has as many turns as there are tiles at most, some without rows of
+  their own, so that its length does not depend on data.
+  """
+  least, most = _TILE
+  rows = min(next_power(m // len(sizes), least), most, m)
   tiles = -(-sizes // rows)
   ends, last_tiles = jnp.cumsum(sizes), jnp.cumsum(tiles)
 
   def one(i, carry):
-    group = jnp.searchsorted(last_tiles, i, side='right')
+    group = jnp.minimum(jnp.searchsorted(last_tiles, i, side='right'), len(sizes) - 1)
     begin = ends[group] - sizes[group] + (i - last_tiles[group] + tiles[group]) * rows
     first = jnp.minimum(begin, m - rows)
     place = first + jnp.arange(rows)
     return run(carry, group, first, (place >= begin) & (place < ends[group]))
 
-  return jax.lax.fori_loop(0, last_tiles[-1], one, carry)
+  return jax.lax.fori_loop(0, m // rows + min(m, len(sizes)), one, carry)
 
 
 def _cut(x: jax.Array, first: jax.Array, rows: int) -> jax.Array:

@@ -20,6 +20,8 @@ _PRODUCTS, _MEMORY = 0.8, 0.9
 # name. By the instructions that libtpu schedules for a row of 1,408 columns, heads of 64 and groups of 7, the three
 # kernels of splash attention have 0.40, 0.58 and 0.56.
 _ATTENTION, _ATTENTION_OF = 0.5, {'attention_forward': 0.64, 'attention_backward': 0.85}
+# Beginning of the names of the TPU compiler's kernels for `jax.lax.ragged_dot`.
+_GROUPED = 'ragged-dot'
 # Least seconds from the start of a GPU's kernel to the start of the next.
 _GPU_KERNEL = 2e-6
 # The compiler writes cycles above this where it has no estimate.
@@ -152,7 +154,7 @@ class _Reader:
     if cycles is not None and int(cycles) < _NO_CYCLES:
       return int(cycles) / self._chip.clock
     operands = [lines[name] for name in x.operands if name in lines]
-    if x.opcode == 'custom-call' and _is_kernel(x):
+    if x.opcode == 'custom-call' and _is_kernel(x) and not x.name.startswith(_GROUPED):
       return self._attention_seconds(x, operands)
     if self._chip.platform == 'tpu' and x.opcode not in ('fusion', 'convolution', 'dot', 'custom-call', 'sort'):
       return 0.0  # what the compiler gives no cycles is done while something else runs
@@ -197,6 +199,9 @@ class _Reader:
     if x.opcode == 'custom-call' and 'gemm' in (x.attribute(r'custom_call_target="([^"]*)"') or ''):
       left, contracted = lines[x.operands[0]].results[0], x.attribute(r'"lhs_contracting_dimensions":\["(\d+)"\]')
       return 2 * x.results[0].size * left.shape[int(contracted or -1)]
+    if x.name.startswith(_GROUPED) and x.results[0].dtype != 's32':
+      # Rows [M, K] and matrices [E, K, N] are the last operands; each row meets one matrix.
+      return 2 * x.results[0].size * lines[x.operands[-2]].results[0].shape[-1]
     if x.opcode != 'fusion':
       return 0.0
     return sum(self._operations(y, inner) for inner in self._program.called(x) for y in inner.values())

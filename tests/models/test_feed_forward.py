@@ -28,11 +28,11 @@ def _by_loop(x, kernels, sizes):
 
 
 @pytest.mark.parametrize('sizes', [_SIZES, (40, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0)])
-@pytest.mark.parametrize('way', ['tiles', 'ragged_dot'])
+@pytest.mark.parametrize('way', ['cpu', 'tpu', 'default'])
 def test_grouped_products_and_their_gradients_are_those_of_a_loop(sizes, way, monkeypatch):
-  monkeypatch.setattr(products, '_TILE', 4)
-  if way == 'ragged_dot':  # what other devices than CPUs do
-    monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *args, cpu, default: default(*args))
+  monkeypatch.setattr(products, '_TILE', (4, 4))
+  # What other devices do.
+  monkeypatch.setattr(jax.lax, 'platform_dependent', lambda *args, **ways: ways[way](*args))
   rng = np.random.default_rng(0)
   x, kernels, upstream = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((40, 5), (6, 5, 3), (40, 3)))
   upstream = jnp.where(np.arange(40)[:, None] < sum(sizes), upstream, 0)

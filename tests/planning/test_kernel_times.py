@@ -251,6 +251,17 @@ def test_kernels_of_this_project_reach_more_and_narrow_heads_fill_a_part_of_the_
   assert found.seconds == pytest.approx(operations / (share * part * topologies.CHIPS[chip].flops))
 
 
+def test_products_of_groups_multiply_each_row_once():
+  kernel = 'custom_call_target="tpu_custom_call"'
+  lines = [
+    '%rows = bf16[65536,2048]{1,0} constant(0)', '%w = bf16[128,2048,768]{2,1,0} constant(0)',
+    f'%ragged-dot-metadata = (s32[129]{{0}}, s32[639]{{0}}) custom-call(%x), {kernel}',
+    f'%ragged-dot-none.1 = bf16[65536,768]{{1,0}} custom-call(%x, %x, %x, %rows, %w), {kernel}',
+  ]  # fmt: skip
+  product = 2 * 65536 * 2048 * 768 / (0.8 * 197e12)
+  assert product < _of(lines).seconds < product + 1e-5  # what prepares it moves little
+
+
 @pytest.mark.parametrize('heads', [28, 192])
 @pytest.mark.parametrize('kernel', ['forward', 'preprocess', 'backward'])
 def test_attention_kernels_of_gpus_have_the_heads_behind_the_columns(kernel, heads):
