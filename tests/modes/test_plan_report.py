@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from ragen_jax.config.checks import check_plan
+from ragen_jax.models import presets
 from ragen_jax.modes import plan, plan_report
 from ragen_jax.planning import estimate, programs, topologies
 from ragen_jax.planning.cost import Cost
@@ -83,3 +84,19 @@ def test_a_change_is_named_where_a_phase_does_not_fit():
     plan_report._write_memory(run, estimate.estimate_of(run, TOPOLOGY, measured), TOPOLOGY, out)
     assert words in out.getvalue()
     assert ('What would help: --config.model.remat=True' in out.getvalue()) == (widest is large)
+
+
+def test_a_plan_tells_what_a_token_needs_of_a_model_with_experts():
+  """As published: 30.5 billion parameters, of which 3.3 are active."""
+  config = small_config(model__preset='qwen3-30b-a3b')
+  shape = presets.shape('qwen3-30b-a3b', '')
+  total = 30_532_122_624
+  assert plan_report.size_in_words(config, total) == (
+    '30532.1M parameters, of which a token uses 3353.0M, with 6.1 GFLOP to predict the next,'
+  )
+  config.model.separate_critic = True
+  inactive = 48 * 120 * 3 * 2048 * 768
+  both = 2 * total - shape.vocab_size * shape.hidden_size
+  assert f'{(both - 2 * inactive) / 1e6:.1f}M, with' in plan_report.size_in_words(config, both)
+  config.model.preset = 'qwen3-8b'
+  assert plan_report.size_in_words(config, 8_190_000_000) == '8190.0M parameters'

@@ -44,12 +44,17 @@ HYBRID = QwenConfig(
   }
 )
 
-# A mixture of experts and an MLP; weights of experts that do not add up to 1.
-EXPERTS = QwenConfig(**vars(SMALL3) | {'experts': ExpertsConfig(6, 3, 10, normalised=False), 'mlp_layers': (1,)})
+# A mixture of experts, of a width that 4 divides as PyTorch wants it, whose weights do not add up to 1; and an MLP.
+EXPERTS = QwenConfig(**vars(SMALL3) | {'experts': ExpertsConfig(6, 3, 12, normalised=False), 'mlp_layers': (1,)})
 
-# Mixtures with a shared expert behind both kinds of attention.
+# Mixtures with a shared expert behind both kinds of attention. Of narrower values, the norm would show the rounding.
 HYBRID_EXPERTS = QwenConfig(
-  **vars(HYBRID) | {'intermediate_size': 10, 'experts': ExpertsConfig(5, 2, 10, normalised=True, shared_width=7)}
+  **vars(HYBRID)
+  | {
+    'intermediate_size': 12,
+    'linear': LinearConfig(key_heads=2, value_heads=6, key_dim=4, value_dim=16, taps=4),
+    'experts': ExpertsConfig(5, 2, 12, normalised=True, shared_width=7),
+  }
 )
 
 LLAMA = QwenConfig(**vars(SMALL) | {'architecture': 'llama', 'rope_scaling': Llama3Scaling(8.0, 1.0, 4.0, 64)})

@@ -24,6 +24,7 @@ WEIGHTS_FILE = 'adapter_model.safetensors'
 
 # Fields that must be absent, null, or have one of these values; with other values the adapters are not plain LoRA.
 _PLAIN = {
+  'target_parameters': ([],),  # such as weights of experts
   'bias': ('none',),
   'use_rslora': (False,),
   'use_dora': (False,),
@@ -38,7 +39,6 @@ _PLAIN = {
   'rank_pattern': ({},),
   'alpha_pattern': ({},),
   'trainable_token_indices': ([], {}),
-  'target_parameters': ([],),
   'alora_invocation_tokens': ([],),
 }
 
@@ -137,8 +137,11 @@ def save(
 
 
 def _target_modules(model: Qwen, config: lora.LoraConfig) -> list[str]:
-  """The modules that PEFT adapts: all with a target's name, or those of the decoder beside a vision tower."""
-  if model.visual is None:
+  """The modules that PEFT adapts: all with a target's name, or those of the decoder beside a vision tower.
+
+  Of models with experts all are listed, because PEFT takes names of MLPs for weights of experts.
+  """
+  if model.visual is None and model.cfg.experts is None:
     return list(config.targets)
   return ['.'.join(map(str, path)) for path in lora.adapters(model)]
 

@@ -160,7 +160,7 @@ def test_tensors_that_do_not_fit_are_one_line(saved):
   both = tensors | {'model.layers.0.mlp.experts.down_proj': whole}
   assert 'of experts that other tensors have too: model.layers.0.mlp.experts.down_proj' in problem(both)
   others = {k: x for k, x in tensors.items() if 'experts' not in k or 'down_proj' not in k}
-  assert 'down_proj [5, 16, 10] instead of [6, 16, 10]' in problem(
+  assert 'down_proj [5, 16, 12] instead of [6, 16, 12]' in problem(
     others | {'model.layers.0.mlp.experts.down_proj': whole[:5]}
   )
 
@@ -191,7 +191,7 @@ def test_experts_go_to_their_devices(saved):
 def test_a_mesh_that_does_not_divide_the_experts_is_one_line():
   mesh = AbstractMesh((1, 1, 4), AXES)
   with pytest.raises(UserError, match=r'^mesh\.tensor=4: does not divide the 6 of .*experts/gate_proj/kernel') as e:
-    weight_spec('layers/0/mlp/experts/gate_proj/kernel', (6, 16, 10), mesh)
+    weight_spec('layers/0/mlp/experts/gate_proj/kernel', (6, 16, 12), mesh)
   assert '\n' not in str(e.value)
 
 

@@ -50,10 +50,10 @@ def test_experts_of_a_layer_have_a_tensor_each_or_two_together():
   }
   # Gates stand above the others, as rows of each expert's matrix.
   together = found['model.layers.0.mlp.experts.gate_up_proj']
-  assert together.shape == (6, 20, 16) and found['model.layers.0.mlp.experts.down_proj'].shape == (6, 16, 10)
+  assert together.shape == (6, 24, 16) and found['model.layers.0.mlp.experts.down_proj'].shape == (6, 16, 12)
   names = {w.name: place for w, place in together.parts}
-  assert names['model.layers.0.mlp.experts.4.gate_proj.weight'] == (4, slice(0, 10))
-  assert names['model.layers.0.mlp.experts.4.up_proj.weight'] == (4, slice(10, 20))
+  assert names['model.layers.0.mlp.experts.4.gate_proj.weight'] == (4, slice(0, 12))
+  assert names['model.layers.0.mlp.experts.4.up_proj.weight'] == (4, slice(12, 24))
   assert len(names) == 12
 
 

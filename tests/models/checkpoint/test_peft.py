@@ -144,11 +144,22 @@ def test_adapters_that_peft_wrote_are_loaded(tmp_path, cfg, peft):
 
   model = adapted(cfg, config=None)
   base = save_base(tmp_path / 'base', model)
-  settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules='all-linear', init_lora_weights=False)
-  theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
-  theirs.save_pretrained(str(tmp_path / 'theirs'))
+  names = lora.targets(cfg)
+
+  def write(wanted, directory):
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=wanted, init_lora_weights=False)
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
+    theirs.save_pretrained(str(tmp_path / directory))
+    return theirs
+
+  if cfg is EXPERTS:  # all that is linear are its experts too
+    write('all-linear', 'more')
+    with pytest.raises(UserError, match=r"target_parameters=\['gate_up_proj', .*\] is not supported; only \[\] is"):
+      adapter_files.read_config(str(tmp_path / 'more'), names)
+    names = lora.TARGETS[:4]
+  theirs = write([*names] if cfg is EXPERTS else 'all-linear', 'theirs')
   config = adapter_files.read_config(str(tmp_path / 'theirs'), lora.targets(cfg))
-  assert config == lora.LoraConfig(3, 5, lora.targets(cfg))
+  assert config == lora.LoraConfig(3, 5, names)
   lora.attach(model, config, nnx.Rngs(0))
   adapter_files.load(str(tmp_path / 'theirs'), model)
   with torch.no_grad():
