@@ -156,6 +156,49 @@ def test_eight_devices_give_what_one_does():
   assert len(found) == 4 and max(found.values()) < 1e-5, found
 
 
+_SCANNED = """
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.distributed.sharding import place_rows, row_sharding
+from ragen_jax.models import lora
+from ragen_jax.models.value_head import ActorCritic
+from tests.support.models import EXPERTS, random_model
+
+tokens = np.random.default_rng(0).integers(0, 40, (8, 12)).astype(np.int32)
+
+def gradient(mesh, scan, remat):
+  model = random_model(40, **EXPERTS | {'mlp_layers': ()})
+  model.policy.scan_layers = scan
+  rows = tokens
+  if mesh is not None:
+    model.policy.activation_sharding, rows = row_sharding(mesh), place_rows(tokens, mesh)
+  graphdef, params = nnx.split(model)
+  if mesh is not None:
+    params = jax.device_put(params, lora.shardings(params, mesh))
+
+  @jax.jit
+  @jax.grad
+  def run(params):
+    policy = nnx.merge(graphdef, params).gathered().policy
+    return jnp.mean(jnp.sin(policy.logits(policy(policy.embed(rows), remat=remat)[0])))
+
+  return jax.tree.leaves(run(params))
+
+expected = gradient(None, False, 'none')
+for found in (gradient(make_mesh(2, 2, 2), True, 'elementwise'), gradient(make_mesh(4, 2, 1), True, 'layers')):
+  for x, y in zip(found, expected):
+    error = np.linalg.norm(np.asarray(x) - np.asarray(y))
+    assert error <= 1e-5 * np.linalg.norm(y) + 1e-9, (x.shape, error)
+"""
+
+
+@pytest.mark.slow
+def test_layers_with_experts_are_scanned_and_computed_again_on_several_devices():
+  done = copy_python(_SCANNED, devices=8)
+  assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_numbers_of_matrices():
   shape = dict(hidden_size=4, intermediate_size=8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2)
   experts = ExpertsConfig(count=6, chosen=2, width=5, normalised=True, shared_width=3)
