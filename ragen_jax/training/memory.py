@@ -176,8 +176,8 @@ def update_memory(
                     2 d 4 for each column, d = 3 M + J G (5 C + 5 W + 5 E + E W / C): the chunks' matrices, their
                     memories and gradients
 
-  In layers with E experts of width I, of which a column uses k, F is E + k (I + D), on every device, and the gradient of
-  one of their kernels takes E D I 4 until it has the type of computations.
+  In layers with E experts of width I, of which a column uses k, F is E + k (I + D), on every device, and the gradient
+  of one of their kernels takes E D I 4 until it has the type of computations.
 
   With adapters, 'elementwise' keeps L (2 D + (N + 2 K) H + 2 F + 7 r) a for each column more, of rank r, and w is
   larger by twice that of a layer. Where rows attend one after the other, which is on one CPU, the program holds
