@@ -27,8 +27,8 @@ from ragen_jax.models.qwen import Qwen, QwenConfig
 TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 # Those of linear attention, which only some models have.
 LINEAR_TARGETS = ('in_proj_qkv', 'in_proj_z', 'in_proj_b', 'in_proj_a', 'out_proj')
-# Those of an MLP or of an expert that all columns use. The experts that a router chooses have none.
-MLP_TARGETS = TARGETS[4:]
+# That of the expert that all columns use. The experts that a router chooses have no adapters; nor have MLPs in other
+# layers of Qwen3, whose names PEFT takes for those of the experts.
 SHARED_GATE = 'shared_expert_gate'
 ALL_LINEAR = 'all-linear'
 
@@ -57,8 +57,7 @@ def targets(cfg: QwenConfig) -> tuple[str, ...]:
   found = TARGETS
   if cfg.experts is not None:
     shared = cfg.experts.shared_width > 0
-    mlps = MLP_TARGETS if shared or cfg.mlp_layers else ()
-    found = (*TARGETS[:4], *mlps, *[SHARED_GATE] * shared)
+    found = (*TARGETS, SHARED_GATE) if shared else TARGETS[:4]
   return found if cfg.linear is None else found + LINEAR_TARGETS
 
 

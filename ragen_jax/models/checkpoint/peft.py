@@ -137,11 +137,8 @@ def save(
 
 
 def _target_modules(model: Qwen, config: lora.LoraConfig) -> list[str]:
-  """The modules that PEFT adapts: all with a target's name, or those of the decoder beside a vision tower.
-
-  Of models with experts all are listed, because PEFT takes names of MLPs for weights of experts.
-  """
-  if model.visual is None and model.cfg.experts is None:
+  """The modules that PEFT adapts: all with a target's name, or those of the decoder beside a vision tower."""
+  if model.visual is None:
     return list(config.targets)
   return ['.'.join(map(str, path)) for path in lora.adapters(model)]
 
