@@ -25,7 +25,7 @@ from ragen_jax.envs.dataset.bm25 import Bm25Index, as_passage, read_corpus
 from ragen_jax.envs.dataset.tools import Tool, WrongArguments, cut
 from ragen_jax.envs.dataset.verifiers import INSTALL
 from ragen_jax.envs.options import check_choice, check_integer, check_seconds, check_whole_number, is_number
-from ragen_jax.envs.outside.timed_http import JsonRequests, NoAnswer
+from ragen_jax.envs.outside.timed_http import JsonRequests, in_parts
 from ragen_jax.utils.errors import one_line, short
 from ragen_jax.utils.threads import Fault, run_calls
 
@@ -39,7 +39,6 @@ _ALLOWED = f"'{_BM25}PATH.jsonl', 'http://host:port' or https, {_MOCK!r}"
 _PROTOCOLS = ('ragen', 'search_r1')
 _LARGEST_CORPUS = 4 << 30  # bytes; an index of it takes several times as much memory
 _OF_SERVERS = ('protocol', 'retries', 'backoff_s', 'batch_size', 'workers')
-_MOST_FAILURES = 3  # requests of a batch
 # FAISS fills up a list of too few hits with the id -1 and the lowest or highest float32 as a score. Servers that take
 # the id for an index return the last passage of the corpus.
 _NO_SCORE = 1e30
@@ -226,11 +225,7 @@ def _read_index(path: pathlib.Path, size: int, modified_ns: int) -> Bm25Index:
 
 
 class HttpRetriever(Retriever):
-  """Asks a server. Several requests of a batch are sent at a time.
-
-  After a request without an answer, the remaining requests of the batch are not sent, and neither are they after three
-  requests with errors. So a server that is away costs one series of tries.
-  """
+  """Asks a server. Several requests of a batch are sent at a time, see `in_parts`."""
 
   def __init__(self, options: SearchTool):
     """Sends no request.
@@ -254,26 +249,10 @@ class HttpRetriever(Retriever):
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
     """See `Retriever`."""
-    o, failures = self._options, []
-    size = o.batch_size if self._is_batched else 1
-
-    def send(part: Sequence[str]) -> list[list[str] | Fault]:
-      away = [e for e in failures if e.away]
-      if not away and len(failures) < _MOST_FAILURES:
-        try:
-          return self._ask(part, top_k)
-        except NoAnswer as e:
-          failures.append(e)
-          return [Fault('search got no answer', str(e))] * len(part)
-      return [Fault('search got no answer', str((away or failures)[0]))] * len(part)
-
-    parts = [queries[i : i + size] for i in range(0, len(queries), size)]
-    calls = [functools.partial(send, part) for part in parts]
-    results = run_calls(calls, what='search', workers=o.workers, timeout_s=self._requests.longest_s, owner=self)
-    found: list[list[str] | Fault] = []
-    for part, (result, fault) in zip(parts, results, strict=True):
-      found += result if fault is None else [fault] * len(part)
-    return found
+    o = self._options
+    limits = {'workers': o.workers, 'timeout_s': self._requests.longest_s, 'owner': self}
+    ask = functools.partial(self._ask, top_k=top_k)
+    return in_parts(queries, o.batch_size if self._is_batched else 1, ask, what='search', **limits)
 
   def _ask(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
     """The passages for the queries of one request; raises NoAnswer."""

@@ -1,4 +1,4 @@
-"""HTTP requests with one time limit for the whole exchange, and tries of requests with JSON.
+"""HTTP requests with one time limit for the whole exchange, tries of requests, and batches of them.
 
 The time limit of a socket is that of one read. A server that sends a byte before each limit, in the status line, in
 headers, in answers `100 Continue` or in the body, would hold a request for ever.
@@ -15,16 +15,18 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ragen_jax.utils.errors import describe_error
 from ragen_jax.utils.retry import pause_s
+from ragen_jax.utils.threads import Fault, run_calls
 
 _LONGEST_WAIT_S = 30.0
 _RETRY_STATUS = (408, 425, 429, 500, 502, 503, 504)
 _CHUNK = 1 << 16
 _LARGEST_ANSWER_MIB = 64
+_MOST_FAILURES = 3  # requests of a batch
 
 
 class NoAnswer(Exception):
@@ -43,11 +45,13 @@ class JsonRequests:
     timeout_s: seconds of one try.
     tries: number of tries.
     backoff_s: seconds before the second try; each further wait is twice as long, up to 30 s.
+    headers: headers of every request, besides the type of its body.
   """
 
   timeout_s: float
   tries: int
   backoff_s: float
+  headers: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
   @property
   def longest_s(self) -> float:
@@ -65,13 +69,20 @@ class JsonRequests:
     Raises:
       NoAnswer: no try had a usable answer.
     """
-    data, is_away = json.dumps(body).encode(), False
+    return self._send(url, json.dumps(body).encode(), {'Content-Type': 'application/json'}, read)
+
+  def get(self, url: str, read: Callable[[bytes], Any]) -> Any:
+    """Asks for a page, and returns what `read` makes of it; see `post`."""
+    return self._send(url, None, {}, read)
+
+  def _send(self, url: str, data: bytes | None, headers: Mapping[str, str], read: Callable[[bytes], Any]) -> Any:
+    """What `read` makes of the answer to a GET, or with data to a POST; see `post`."""
+    is_away = False
     for i in range(self.tries):
       if i:
         time.sleep(self._wait_s(i))
       try:
-        request = urllib.request.Request(url, data, {'Content-Type': 'application/json'}, method='POST')
-        return read(self._receive(request))
+        return read(self._receive(urllib.request.Request(url, data, {**headers, **self.headers})))
       except urllib.error.HTTPError as e:
         is_away, reason = False, f'status {e.code} {e.reason}'
         e.close()
@@ -108,6 +119,50 @@ class JsonRequests:
         if size > _LARGEST_ANSWER_MIB << 20:
           raise NoAnswer(f'{request.full_url}: the answer is larger than {_LARGEST_ANSWER_MIB} MiB')
       return b''.join(parts)
+
+
+def in_parts(
+  items: Sequence[Any],
+  size: int,
+  ask: Callable[[Sequence[Any]], list[Any]],
+  *,
+  what: str,
+  workers: int,
+  timeout_s: float,
+  owner: Any,
+) -> list[Any]:
+  """The results of items that are asked for in parts, some parts at a time.
+
+  After a request without an answer, the remaining requests are not sent, and neither are they after three requests with
+  errors. So a server that is away costs one series of tries.
+
+  Args:
+    size: maximum number of items in a request.
+    ask: sends the request for a part, and returns a result for each of its items; raises NoAnswer.
+    what, workers, timeout_s, owner: see `run_calls`.
+
+  Returns:
+    For each item its result, or a `Fault`.
+  """
+  failures: list[NoAnswer] = []
+
+  def send(part: Sequence[Any]) -> list[Any]:
+    away = [e for e in failures if e.away]
+    if not away and len(failures) < _MOST_FAILURES:
+      try:
+        return ask(part)
+      except NoAnswer as e:
+        failures.append(e)
+        return [Fault(f'{what} got no answer', str(e))] * len(part)
+    return [Fault(f'{what} got no answer', str((away or failures)[0]))] * len(part)
+
+  parts = [items[i : i + size] for i in range(0, len(items), size)]
+  calls = [functools.partial(send, part) for part in parts]
+  results = run_calls(calls, what=what, workers=workers, timeout_s=timeout_s, owner=owner)
+  found: list[Any] = []
+  for part, (result, fault) in zip(parts, results, strict=True):
+    found += result if fault is None else [fault] * len(part)
+  return found
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
