@@ -5,6 +5,7 @@ The line names the environment, the option, its value and the values that are al
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 from collections.abc import Mapping
@@ -120,6 +121,15 @@ def check_mapping(env: str, option: str, value: Any) -> dict[str, Any]:
   if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
     raise ValueError(f'{env}: {option}={one_line(value)}; allowed: a section of options by name')
   return value
+
+
+def check_json(env: str, option: str, value: Any) -> dict[str, Any]:
+  """A section of options that JSON can say, with lists for tuples; ValueError for anything else."""
+  value = check_mapping(env, option, value)
+  try:
+    return json.loads(json.dumps(value, allow_nan=False))
+  except (TypeError, ValueError) as e:
+    raise ValueError(f'{env}: {option}={one_line(value)}; allowed: what JSON can say ({one_line(e, str)})') from e
 
 
 def _as_dicts(value: Any) -> Any:

@@ -17,6 +17,7 @@ from ragen_jax.envs.dataset.verifiers import Verdict, Verifier, check_verifier
 from ragen_jax.envs.options import (
   check_choice,
   check_flag,
+  check_json,
   check_mapping,
   check_seconds,
   check_share,
@@ -99,9 +100,9 @@ class DatasetEnvironment(TextEnvironment):
 
   def __post_init__(self):
     for option in ('generator_options', 'hub_options', 'verifier_options', 'tool_options'):
-      object.__setattr__(self, option, _check_json(option, getattr(self, option)))
+      object.__setattr__(self, option, check_json('dataset', option, getattr(self, option)))
     object.__setattr__(self, 'fields', _check_fields(self.fields))
-    object.__setattr__(self, 'path', _check_paths(self.path))
+    object.__setattr__(self, 'path', sources.check_paths(self.path))
     _check_source(self)
     _check_pattern(self.answer_pattern)
     check_choice('dataset', 'split', self.split, selection.SPLITS)
@@ -301,15 +302,6 @@ class DatasetSession(Session):
 # -- checks of the options ---------------------------------------------------------------------------------------------
 
 
-def _check_json(option: str, value: Any) -> dict[str, Any]:
-  """A section of options that JSON can say, with lists for tuples."""
-  value = check_mapping('dataset', option, value)
-  try:
-    return json.loads(json.dumps(value, allow_nan=False))
-  except (TypeError, ValueError) as e:
-    raise ValueError(f'dataset: {option}={one_line(value)}; allowed: what JSON can say ({one_line(e, str)})') from e
-
-
 def _check_fields(value: Any) -> dict[str, str]:
   """The fields with all their names; those that are left out have the name of the field itself, or none."""
   value = check_mapping('dataset', 'fields', value)
@@ -321,16 +313,6 @@ def _check_fields(value: Any) -> dict[str, str]:
     if not isinstance(field, str) or not (field or name in FIELDS[2:]):
       raise ValueError(f'dataset: fields.{name}={one_line(field)}; allowed: the name of a field of the rows')
   return fields
-
-
-def _check_paths(value: Any) -> tuple[str, ...]:
-  paths = value.split(',') if isinstance(value, str) else value
-  if not isinstance(paths, tuple | list) or not all(isinstance(x, str) for x in paths):
-    raise ValueError(f'dataset: path={one_line(value)}; allowed: a file, or several separated by commas')
-  paths = tuple(x.strip() for x in paths if x.strip())
-  if len(set(paths)) < len(paths):
-    raise ValueError(f'dataset: path={one_line(value)}; allowed: files that differ')
-  return paths
 
 
 def _check_source(env: DatasetEnvironment) -> None:
@@ -347,10 +329,7 @@ def _check_source(env: DatasetEnvironment) -> None:
     given = getattr(env, option)
     if given and not getattr(env, source) and not env.path:
       raise ValueError(f'dataset: {option}={one_line(given)}; allowed: none without {source}')
-  unknown = sorted(set(env.hub_options) - set(sources.HUB_OPTIONS))
-  if unknown:
-    value = one_line(env.hub_options[unknown[0]])
-    raise ValueError(f'dataset: hub_options.{unknown[0]}={value}; allowed: {", ".join(sources.HUB_OPTIONS)}')
+  sources.check_hub_options(env.hub_options)
 
 
 def _check_pattern(value: Any) -> None:

@@ -61,6 +61,7 @@ class ItemSettings:
   """Fields of `config.envs.TAG` that decide what the items are. Mappings are JSON, so that settings can be compared.
 
   Attributes:
+    kind: type of the environment, for errors.
     paths: the files of `path`.
     stamps: (size, time of change) of each file, which tell whether it was changed since it was read.
     verifier_settings: what `make_verifier` takes besides the name, as (timeout_s, workers).
@@ -83,6 +84,7 @@ class ItemSettings:
   verifier_options: str
   timeout_s: float
   workers: int
+  kind: str = 'dataset'
 
   @property
   def source(self) -> str:
@@ -116,19 +118,19 @@ def load_items(settings: ItemSettings) -> tuple[Item, ...]:
   finally:
     verifier.close()
   if not items:
-    raise ValueError(f'dataset: {settings.source}: {reader.describe_nothing()}')
+    raise ValueError(f'{settings.kind}: {settings.source}: {reader.describe_nothing()}')
   reader.report(len(items), time.monotonic() - began)
   return items
 
 
 def _rows(settings: ItemSettings) -> Iterator[sources.Row]:
   if settings.paths:
-    return sources.read_files(settings.paths)
+    return sources.read_files(settings.paths, settings.kind)
   if settings.generator:
     from ragen_jax.envs.dataset.generators import generate  # needs an optional package
 
     return generate(settings.generator, json.loads(settings.generator_options))
-  return sources.read_hub(settings.hub, json.loads(settings.hub_options))
+  return sources.read_hub(settings.hub, json.loads(settings.hub_options), settings.kind)
 
 
 class _Reader:
@@ -277,19 +279,19 @@ class _Reader:
 
   def report(self, count: int, seconds: float) -> None:
     """Logs what was read and left out."""
-    settings = self._settings
+    settings, kind = self._settings, self._settings.kind
     part = '' if settings.split == 'all' else f' of split {settings.split!r}'
-    _log.info('dataset: %s: %d items%s of %d rows, in %.1f s', settings.source, count, part, self.rows, seconds)
+    _log.info('%s: %s: %d items%s of %d rows, in %.1f s', kind, settings.source, count, part, self.rows, seconds)
     if self.long:
       most = settings.max_question_chars
-      message = 'dataset: %s: %d questions with more than max_question_chars=%d characters are left out'
-      _log.warning(message, settings.source, self.long, most)
+      message = '%s: %s: %d questions with more than max_question_chars=%d characters are left out'
+      _log.warning(message, kind, settings.source, self.long, most)
     if self.unread:
-      message = 'dataset: %s: %d rows that cannot be read are left out; the first: %s'
-      _log.warning(message, settings.source, self.unread, self._first_unread)
+      message = '%s: %s: %d rows that cannot be read are left out; the first: %s'
+      _log.warning(message, kind, settings.source, self.unread, self._first_unread)
     if self.contradicting:
-      message = 'dataset: %s: %d questions stand there before with another answer; at most one can be right'
-      _log.warning(message, settings.source, self.contradicting)
+      message = '%s: %s: %d questions stand there before with another answer; at most one can be right'
+      _log.warning(message, kind, settings.source, self.contradicting)
 
 
 _NOTHING: Mapping[str, Any] = {}

@@ -30,16 +30,19 @@ HUB_OPTIONS = ('name', 'split', 'revision', 'data_dir', 'data_files', 'cache_dir
 Row = tuple[str, Mapping[str, Any]]
 
 
-def read_files(paths: tuple[str, ...]) -> Iterator[Row]:
+def read_files(paths: tuple[str, ...], kind: str = 'dataset') -> Iterator[Row]:
   """The rows of several files, one file after another.
+
+  Args:
+    kind: type of the environment, for errors.
 
   Raises:
     ValueError: a file cannot be read, or a row is not an object; while iterating.
   """
   readers = {'.jsonl': _read_lines, '.json': _read_json, '.parquet': _read_parquet}
   for path in paths:
-    where = f'dataset: path={path!r}'
-    check_file(path)
+    where = f'{kind}: path={path!r}'
+    check_file(path, kind)
     try:
       yield from readers[pathlib.Path(path).suffix.lower()](path, where)
     except OSError as e:
@@ -48,9 +51,20 @@ def read_files(paths: tuple[str, ...]) -> Iterator[Row]:
       raise ValueError(f'{where}: is not UTF-8 text, byte {e.start}') from e
 
 
-def check_file(path: str) -> os.stat_result:
+def check_paths(value: Any, kind: str = 'dataset') -> tuple[str, ...]:
+  """The files of an option, a tuple or text with commas; ValueError for anything else, or the same file twice."""
+  paths = value.split(',') if isinstance(value, str) else value
+  if not isinstance(paths, tuple | list) or not all(isinstance(x, str) for x in paths):
+    raise ValueError(f'{kind}: path={one_line(value)}; allowed: a file, or several separated by commas')
+  paths = tuple(x.strip() for x in paths if x.strip())
+  if len(set(paths)) < len(paths):
+    raise ValueError(f'{kind}: path={one_line(value)}; allowed: files that differ')
+  return paths
+
+
+def check_file(path: str, kind: str = 'dataset') -> os.stat_result:
   """The status of a data file; ValueError if it is missing, too large, or has another ending."""
-  where = f'dataset: path={path!r}'
+  where = f'{kind}: path={path!r}'
   if pathlib.Path(path).suffix.lower() not in ENDINGS:
     raise ValueError(f'{where}; allowed: files that end in {", ".join(ENDINGS)}')
   try:
@@ -189,13 +203,21 @@ def _read_parquet(path: str, where: str) -> Iterator[Row]:
     raise ValueError(f'{where}: is no parquet ({describe_error(e)})') from e
 
 
-def read_hub(name: str, options: Mapping[str, Any]) -> Iterator[Row]:
+def check_hub_options(given: Mapping[str, Any], kind: str = 'dataset') -> None:
+  """Raises ValueError if one of the options is not in `HUB_OPTIONS`."""
+  unknown = sorted(set(given) - set(HUB_OPTIONS))
+  if unknown:
+    value = one_line(given[unknown[0]])
+    raise ValueError(f'{kind}: hub_options.{unknown[0]}={value}; allowed: {", ".join(HUB_OPTIONS)}')
+
+
+def read_hub(name: str, options: Mapping[str, Any], kind: str = 'dataset') -> Iterator[Row]:
   """The rows of a data set of the Hugging Face Hub, from its cache or the network, or of a local folder.
 
   Raises:
     ValueError: the package is missing, the data set cannot be loaded, or its split is not named and it has several.
   """
-  where = f'dataset: hub={name!r}'
+  where = f'{kind}: hub={name!r}'
   try:
     import datasets
   except ImportError as e:
