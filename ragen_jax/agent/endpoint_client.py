@@ -11,7 +11,6 @@ import email.utils
 import importlib
 import json
 import math
-import os
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -61,14 +60,6 @@ class RequestError(Exception):
     super().__init__(message)
     self.retry, self.wait_s, self.rate_limit, self.unreachable = retry, wait_s, rate_limit, unreachable
     self.status = status
-
-
-def read_key(variable: str) -> str:
-  """The API key in an environment variable, '' without one; UserError if the key cannot be sent."""
-  key = os.environ.get(variable, '').strip()
-  if not (key.isascii() and key.isprintable()) or ' ' in key:
-    raise UserError(f'the environment variable {variable} has characters that no key has')
-  return key
 
 
 class EndpointClient:

@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ragen_jax.agent.endpoint_client import KEY_VARIABLE, EndpointClient, EndpointSettings, RequestError, read_key
+from ragen_jax.agent.endpoint_client import KEY_VARIABLE, EndpointClient, EndpointSettings, RequestError
 from ragen_jax.agent.episode import Chat, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.keys import read_key
 from ragen_jax.utils.retry import pause_s
 from ragen_jax.utils.threads import run_calls
 

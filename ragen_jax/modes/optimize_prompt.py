@@ -15,7 +15,7 @@ import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents, build_frozen
-from ragen_jax.agent.endpoint_client import EndpointSettings, read_key
+from ragen_jax.agent.endpoint_client import EndpointSettings
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
 from ragen_jax.config.agent_checks import check_prompt_search
 from ragen_jax.config.checks import check_config, check_eval
@@ -35,6 +35,7 @@ from ragen_jax.serving.engine.keys import critic_seed
 from ragen_jax.serving.play.agent_player import run_agents
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.keys import read_key
 
 _log = logging.getLogger(__name__)
 
