@@ -16,6 +16,7 @@ HELD_OUT = {
   'DeepCoderTest': 'DeepCoder',
   'SearchQATest': 'SearchQA',
   'TextWorldTest': 'TextWorld',
+  'LeanTest': 'Lean',
   'NavigationValidation': 'Navigation',
   'NavigationTest': 'Navigation',
 }
@@ -481,6 +482,77 @@ def by_tag() -> ConfigDict:
   )
   # The held-out part of the same games.
   envs.TextWorldTest = _like(envs.TextWorld, split='test')
+  # RAGEN's Lean: theorems that are proven step by step, checked by a server, see docs/lean.md.
+  envs.Lean = ConfigDict(
+    {
+      'type': 'lean',
+      # Files of statements, separated by commas: .jsonl, .json or .parquet; either `path` or `hub` is set.
+      'path': '',
+      # A data set's name on the Hugging Face Hub, or a local folder of one.
+      'hub': '',
+      # Arguments of datasets.load_dataset: name, split, revision, data_dir, data_files, cache_dir.
+      'hub_options': {},
+      # Names of the fields of a row; '' for none. `header` is the preamble of this statement, `proof` a proof for
+      # demonstrations; rows with equal `group` are on one side of the split.
+      'fields': {
+        'statement': 'formal_statement',
+        'informal': '',
+        'header': '',
+        'proof': '',
+        'group': '',
+        'difficulty': '',
+      },
+      # Which part of the statements is played: 'all', 'train' or 'test'.
+      'split': 'train',
+      # Share of the groups that make the test part.
+      'test_share': 0.1,
+      # Maximum number of statements, the first ones of the source; 0 for all.
+      'limit': 0,
+      # Longer statements are left out, and their number is logged; 0 for no limit.
+      'max_question_chars': 2000,
+      # Rows that cannot be read: 'refuse' the source, or 'drop' them and log their number.
+      'bad_rows': 'refuse',
+      # Address of the server, in front of /api/check; its key, if it has one, is in the environment variable
+      # LEAN_SERVER_API_KEY.
+      'url': 'http://127.0.0.1:8000',
+      # Lines above statements that have none of their own.
+      'preamble': (
+        'import Mathlib\nimport Aesop\nset_option maxHeartbeats 400000\nopen BigOperators Real Nat Topology Rat'
+      ),
+      # Reward of the tactics that complete the proof.
+      'success_reward': 10.0,
+      # Reward of tactics after which other things are to be shown than ever before in the episode.
+      'progress_reward': 1.0,
+      # The most that progress pays in an episode, below success_reward.
+      'most_progress': 3.0,
+      # Reward of tactics that are not accepted.
+      'rejected_reward': -1.0,
+      # Reward of every action, added to the others.
+      'step_reward': -0.1,
+      # Maximum characters of the goals in an observation; longer ones are cut.
+      'max_goal_chars': 2000,
+      # Maximum characters of Lean's messages in an observation; longer ones are cut.
+      'max_feedback_chars': 1000,
+      # Seconds that Lean may take for a proof, a whole number.
+      'tactic_timeout_s': 30,
+      # Seconds of a request, which may hold many proofs.
+      'timeout_s': 600.0,
+      # Maximum number of repetitions of a request that fails.
+      'retries': 3,
+      # Seconds before the second try; each further wait is twice as long, up to 30.
+      'backoff_s': 1.0,
+      # Proofs in one request.
+      'batch_size': 64,
+      # Requests at a time.
+      'workers': 1,
+      'max_turns': 15,
+      'max_actions': 15,
+      'max_actions_per_turn': 1,
+      'max_words': 512,
+    }
+  )
+  # The held-out part of the same statements.
+  envs.LeanTest = _like(envs.Lean, split='test')
   for env in envs.values():
     env.update(OPTIONAL)
   return envs

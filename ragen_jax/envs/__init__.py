@@ -17,6 +17,7 @@ from ragen_jax.envs.countdown import Countdown
 from ragen_jax.envs.dataset.environment import DatasetEnvironment
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
+from ragen_jax.envs.lean.environment import LeanEnvironment
 from ragen_jax.envs.navigation import Navigation
 from ragen_jax.envs.outside.base import Session, TextEnvironment
 from ragen_jax.envs.outside.gymnasium import GymnasiumEnvironment
@@ -48,6 +49,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'agent': AgentTasks,
   'dataset': DatasetEnvironment,
   'textworld': TextWorldEnvironment,
+  'lean': LeanEnvironment,
 }
 
 __all__ = [

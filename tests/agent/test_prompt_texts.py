@@ -45,7 +45,9 @@ DIGESTS = {
 _BOARDS = {'bandit': 'Arms on offer:\nAsh\nOak\nThink'}
 _REQUESTS = (default.get_config().agent.request, 'Say {form}, as {example}, of {actions}, in {max_words} words.')
 _TAGS = [
-  tag for tag, options in default.get_config().envs.items() if options.type not in ('agent', 'dataset', 'textworld')
+  tag
+  for tag, options in default.get_config().envs.items()
+  if options.type not in ('agent', 'dataset', 'textworld', 'lean')
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import re
@@ -19,6 +20,7 @@ from ragen_jax.envs import base
 from ragen_jax.envs.spec import OPTIONAL
 from ragen_jax.models import presets
 from ragen_jax.modes import export, sft
+from tests.support import lean_server
 from tests.support.configs import leaves, small_config
 from tests.support.paths import ROOT
 
@@ -141,7 +143,11 @@ def test_the_shipped_configs_can_run(name):
     pytest.importorskip('reasoning_gym', reason='its questions need requirements-data.txt')
   if name == 'dataset_grpo':  # a user's file
     config.envs.Dataset.path = str(ROOT / 'docs' / 'examples' / 'questions.jsonl')
-  check_config(config, weights=config.model.preset in presets.BUILT_IN)
+  with contextlib.ExitStack() as servers:
+    if name == 'lean_grpo':
+      config.envs.Lean.url = servers.enter_context(lean_server.serve()).url
+      config.envs.Lean.path = str(ROOT / 'docs' / 'examples' / 'statements.jsonl')
+    check_config(config, weights=config.model.preset in presets.BUILT_IN)
   words = name.split('_')
   if name.endswith(('_ppo', '_grpo')):
     assert config.algorithm.adv_estimator == {'ppo': 'gae', 'grpo': 'grpo'}[words[-1]]

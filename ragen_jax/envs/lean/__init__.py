@@ -1,0 +1,1 @@
+"""The environment type 'lean': proofs that a Lean server checks."""

@@ -1,0 +1,53 @@
+"""Rows of a data set as statements of Lean, and proofs that the data have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragen_jax.envs.dataset.items import Item, ItemSettings
+from ragen_jax.envs.dataset.verifiers import Verdict, Verifier
+from ragen_jax.envs.lean import proofs
+from ragen_jax.envs.lean.proofs import Statement
+from ragen_jax.utils.threads import Fault
+
+
+@dataclasses.dataclass(frozen=True)
+class StatementSettings(ItemSettings):
+  """`ItemSettings` of statements, with the names of two more fields; '' for none."""
+
+  header: str = ''
+  informal: str = ''
+
+  def make_verifier(self) -> Verifier:
+    return _StatementReader(self.header, self.informal)
+
+
+class _StatementReader(Verifier):
+  """Reads the golds of items, which are statements."""
+
+  needs_extra = False
+
+  def __init__(self, header: str, informal: str):
+    self._header, self._informal = header, informal
+
+  def read_gold(self, raw: Any, row: Mapping[str, Any]) -> Statement:
+    missing = next((name for name in (self._header, self._informal) if name and name not in row), None)
+    if missing is not None:
+      raise ValueError(f'allowed: rows with the field {missing!r}')
+    header, informal = (row[name] if name else '' for name in (self._header, self._informal))
+    return proofs.read_statement(raw, header, informal)
+
+  def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
+    """Not used: a server decides about proofs, with the tactics before."""
+    raise NotImplementedError('proofs are checked by a server')
+
+
+def read_proof(solution: str, statement: Statement) -> str:
+  """The tactics in a proof of the data, which may repeat the theorem; '' for none."""
+  text = solution.strip('\n')
+  if statement.text in text:
+    text = text.partition(statement.text)[2]
+  tactics = proofs.read_tactics(text)
+  return tactics if tactics.strip() else ''
