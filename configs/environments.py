@@ -17,6 +17,8 @@ HELD_OUT = {
   'SearchQATest': 'SearchQA',
   'TextWorldTest': 'TextWorld',
   'LeanTest': 'Lean',
+  'WebShopValidation': 'WebShop',
+  'WebShopTest': 'WebShop',
   'NavigationValidation': 'Navigation',
   'NavigationTest': 'Navigation',
 }
@@ -553,6 +555,38 @@ def by_tag() -> ConfigDict:
   )
   # The held-out part of the same statements.
   envs.LeanTest = _like(envs.Lean, split='test')
+  # RAGEN's WebShop: shopping on a server, see docs/webshop.md.
+  envs.WebShop = ConfigDict(
+    {
+      'type': 'webshop',
+      # Address of the server.
+      'url': 'http://127.0.0.1:3000',
+      # Number of goals of the server, which tools/serve_webshop.py prints.
+      'goals': 0,
+      # Which goals are played: 'train' (1500 and above), 'validation' (500 to 1499), 'test' (0 to 499) or 'all'.
+      'split': 'train',
+      # What a purchase pays: 'success' for 1 if its score is 1, 'raw' for its score.
+      'reward': 'success',
+      # Whether each observation lists the possible actions.
+      'show_actions': True,
+      # Seconds of a request.
+      'timeout_s': 60.0,
+      # Maximum number of repetitions of a request that fails.
+      'retries': 3,
+      # Seconds before the second try; each further wait is twice as long, up to 30.
+      'backoff_s': 0.5,
+      # Requests at a time.
+      'workers': 8,
+      'max_turns': 9,
+      'max_actions': 9,
+      'max_actions_per_turn': 1,
+      'max_words': 200,
+    }
+  )
+  # Goals for evaluations during a run.
+  envs.WebShopValidation = _like(envs.WebShop, split='validation')
+  # Goals that neither of the two plays.
+  envs.WebShopTest = _like(envs.WebShop, split='test')
   for env in envs.values():
     env.update(OPTIONAL)
   return envs

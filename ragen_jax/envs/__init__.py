@@ -29,6 +29,7 @@ from ragen_jax.envs.rubik import Rubik2x2
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
 from ragen_jax.envs.textworld.environment import TextWorldEnvironment
+from ragen_jax.envs.webshop.environment import WebShopEnvironment
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.imports import import_object
 from ragen_jax.utils.threads import Fault
@@ -50,6 +51,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'dataset': DatasetEnvironment,
   'textworld': TextWorldEnvironment,
   'lean': LeanEnvironment,
+  'webshop': WebShopEnvironment,
 }
 
 __all__ = [

@@ -47,7 +47,7 @@ _REQUESTS = (default.get_config().agent.request, 'Say {form}, as {example}, of {
 _TAGS = [
   tag
   for tag, options in default.get_config().envs.items()
-  if options.type not in ('agent', 'dataset', 'textworld', 'lean')
+  if options.type not in ('agent', 'dataset', 'textworld', 'lean', 'webshop')
 ]
 
 

@@ -20,7 +20,7 @@ from ragen_jax.envs import base
 from ragen_jax.envs.spec import OPTIONAL
 from ragen_jax.models import presets
 from ragen_jax.modes import export, sft
-from tests.support import lean_server
+from tests.support import lean_server, webshop_server
 from tests.support.configs import leaves, small_config
 from tests.support.paths import ROOT
 
@@ -137,7 +137,7 @@ def test_the_large_sudoku_can_be_filled():
 
 
 @pytest.mark.parametrize('name', shipped.names())
-def test_the_shipped_configs_can_run(name):
+def test_the_shipped_configs_can_run(name, monkeypatch):
   config = importlib.import_module(f'configs.{name}').get_config()
   if name == 'arithmetic_grpo':
     pytest.importorskip('reasoning_gym', reason='its questions need requirements-data.txt')
@@ -147,6 +147,10 @@ def test_the_shipped_configs_can_run(name):
     if name == 'lean_grpo':
       config.envs.Lean.url = servers.enter_context(lean_server.serve()).url
       config.envs.Lean.path = str(ROOT / 'docs' / 'examples' / 'statements.jsonl')
+    if name == 'webshop_grpo':
+      monkeypatch.setattr(webshop_server, 'GOALS', webshop_server.GOALS * 1000)
+      config.envs.WebShop.url = servers.enter_context(webshop_server.serve()).url
+      config.envs.WebShop.goals = 2000
     check_config(config, weights=config.model.preset in presets.BUILT_IN)
   words = name.split('_')
   if name.endswith(('_ppo', '_grpo')):

@@ -1,0 +1,1 @@
+"""The environment type 'webshop': shopping on a server of WebShop."""
