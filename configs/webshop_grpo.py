@@ -1,6 +1,6 @@
 """GRPO on WebShop, a shop with a thousand or a million products, whose server runs beside this program.
 
-python main.py --config=configs/webshop_grpo.py:qwen2.5-3b-instruct --config.envs.WebShop.goals=6910
+python main.py --config=configs/webshop_grpo.py:qwen2.5-3b-instruct --config.envs.WebShop.goals=12087
 
 The server is started first (docs/webshop.md); it prints its number of goals. Nothing has been trained yet. The built-in
 model cannot shop, and reads pages byte by byte: with it, use --mode=play and the baselines of --mode=eval.
