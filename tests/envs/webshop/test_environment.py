@@ -198,6 +198,7 @@ def test_the_check_asks_for_the_last_goal(make, server):
   assert server.paths == ['/ragen0_fixed_1']
   with raises_one_line(r'goals=3: goal 2 is not there \(.*status 500.*\); allowed: a server that tools/serve_webshop'):
     make(goals=3).check()
+  assert len(server.paths) == 2  # an error of the site is its answer, and not tried again
   with raises_one_line('^webshop: goals=0; allowed: the number of goals of the server, which tools/serve_webshop'):
     make(goals=0).check()
   server.trouble = lambda path, number: (200, shop.done(0, 'B01', {}))

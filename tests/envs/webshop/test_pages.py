@@ -72,3 +72,8 @@ def test_names_that_lead_nowhere_are_no_links():
     '<input type="radio" value="x"><input type="radio" data-url="/y" value=" "><a href="/z">z</a>'
   )
   assert page.links == {} and page.instruction == 'x'
+
+
+def test_a_heading_may_be_closed_as_another_one():
+  page = read_page('<div id="instruction-text"><h4>Instruction: x</h5><p>y</p></div></h4><h4>z</h4>')
+  assert page.instruction == 'x' and page.texts == ('Instruction: x', 'y', 'z')
