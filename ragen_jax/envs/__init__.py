@@ -30,7 +30,7 @@ from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
 from ragen_jax.envs.textworld.environment import TextWorldEnvironment
 from ragen_jax.envs.webshop.environment import WebShopEnvironment
-from ragen_jax.utils.errors import one_line
+from ragen_jax.utils.errors import did_you_mean, one_line
 from ragen_jax.utils.imports import import_object
 from ragen_jax.utils.threads import Fault
 
@@ -80,7 +80,8 @@ def make(env_type: str, options: Mapping[str, Any]) -> Environment | TextEnviron
   allowed = [f.name for f in fields]
   unknown = sorted(set(options) - set(allowed))
   if unknown:
-    raise ValueError(f'{unknown[0]} is not an option of {env_type}; allowed: {", ".join(allowed)}')
+    hint = did_you_mean(unknown[0], allowed)
+    raise ValueError(f'{unknown[0]} is not an option of {env_type}; {hint}allowed: {", ".join(allowed)}')
   needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
   missing = [name for name in needed if name not in options]
   if missing:

@@ -172,11 +172,15 @@ def sampler_images(config: ConfigDict, policy: LanguageModel, rows: int, width: 
   )
 
 
+def reply_limits(config: ConfigDict) -> list[int]:
+  """The most tokens of a reply in each environment of the run."""
+  agent, tags = config.agent, {*config.train.tags, *config.eval.tags}
+  return [config.envs[tag].get('max_response_tokens', 0) or agent.max_response_tokens for tag in tags]
+
+
 def prompt_room(config: ConfigDict) -> int:
   """The most tokens of a prompt, and of a row with its next prompt, in the environment with the shortest replies."""
-  agent, tags = config.agent, {*config.train.tags, *config.eval.tags}
-  replies = (config.envs[tag].get('max_response_tokens', 0) or agent.max_response_tokens for tag in tags)
-  return agent.max_context - min(replies, default=agent.max_response_tokens)
+  return config.agent.max_context - min(reply_limits(config), default=config.agent.max_response_tokens)
 
 
 def prompt_columns(config: ConfigDict) -> int:

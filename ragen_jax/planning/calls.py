@@ -9,7 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax.planning import program_list
-from ragen_jax.planning.abstract import sampler_shapes
+from ragen_jax.planning.abstract import prompt_room, sampler_shapes
 from ragen_jax.planning.lengths import Lengths
 from ragen_jax.sampling.draw import Sampling
 from ragen_jax.sampling.schedule import Asked, Feed, Schedule
@@ -58,7 +58,7 @@ def rollout_calls(
     shards: parts into which they are divided.
     group_size: episodes in a row that have the same first prompt.
   """
-  lockstep, room = config.agent.schedule == 'lockstep', lengths.limit - config.agent.max_response_tokens
+  lockstep, room = config.agent.schedule == 'lockstep', prompt_room(config)
   shapes = sampler_shapes(config, rows, shards)
   schedule = Schedule(shapes, shards, lockstep=lockstep, drop_finished=config.agent.drop_finished)
   waiting = list(range(rows, len(turns)))

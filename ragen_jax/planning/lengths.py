@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from ml_collections import ConfigDict
 
-from ragen_jax.planning.abstract import visual_columns
+from ragen_jax.planning.abstract import prompt_room, reply_limits, visual_columns
 
 # The spread of the logarithm of a reply's length.
 _SPREAD = 0.4
@@ -51,8 +51,8 @@ class Lengths:
 def from_config(config: ConfigDict, max_turns: int) -> Lengths:
   """The assumptions of `config.plan`; `max_turns` is that of the environments."""
   p, agent = config.plan, config.agent
-  room = agent.max_context - agent.max_response_tokens
-  longest = min(p.longest_reply, agent.max_response_tokens)
+  room = prompt_room(config)
+  longest = min(p.longest_reply, max(reply_limits(config), default=agent.max_response_tokens))
   seen = visual_columns(config)
   prompt = min(p.prompt_tokens + seen, room)
   return Lengths(

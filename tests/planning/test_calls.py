@@ -164,6 +164,23 @@ def test_calls_are_those_of_the_speaker(monkeypatch, schedule, drop, context, ro
   assert told.idle == pytest.approx(1 - sampled / log.row_steps)
 
 
+def test_rows_have_the_room_that_short_replies_of_their_tag_leave():
+  config = small_config(agent__schedule='lockstep', agent__context='full', agent__decode_chunk=16, length_step=8)
+  config.update_from_flattened_dict({'agent.max_context': 200, 'agent.max_response_tokens': 120})
+  assumed = dataclasses.replace(FULL, prompt=150, reply=20, longest=20, turns=2, limit=200)
+  replies, turns = np.full((4, 2), 20), np.full(4, 2)
+
+  def fed() -> int:
+    calls = rollout_calls(config, assumed, replies, turns, rows=4, shards=1, group_size=4)
+    return sum(call.width for call in calls if call.kind == 'extend')
+
+  assert fed() == 80 + 20, 'the prompt is cut'
+  with config.unlocked():
+    for tag in {*config.train.tags, *config.eval.tags}:
+      config.envs[tag].max_response_tokens = 20
+  assert fed() == 150 + 20
+
+
 def test_a_continuous_rollout_decodes_little_more_than_its_longest_row():
   config = small_config(agent__schedule='continuous', agent__decode_chunk=32, length_step=64)
   config.update_from_flattened_dict({'agent.max_context': 2000, 'agent.max_response_tokens': 300})

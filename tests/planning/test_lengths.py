@@ -31,3 +31,19 @@ def test_assumptions_stay_within_the_limits_of_the_agent():
   assert lengths.from_config(config, max_turns=4).turns == 4
   config.plan.turns = 2
   assert lengths.from_config(config, max_turns=4).turns == 2
+
+
+def test_the_limit_of_replies_of_a_tag_goes_before_that_of_the_run():
+  config = small_config(agent__max_context=200, agent__max_response_tokens=40)
+  config.update_from_flattened_dict({'plan.prompt_tokens': 500, 'plan.reply_tokens': 60, 'plan.longest_reply': 90})
+  with config.unlocked():
+    for tag in {*config.train.tags, *config.eval.tags}:
+      config.envs[tag].max_response_tokens = 15
+  found = lengths.from_config(config, max_turns=4)
+  assert (found.prompt, found.reply, found.longest) == (185, 15, 15)
+  with config.unlocked():  # of several, the widest prompt and the longest reply
+    config.envs.Other = config.envs[config.train.tags[0]].copy_and_resolve_references()
+    config.envs.Other.max_response_tokens = 0
+  config.eval.tags = ('Other',)
+  found = lengths.from_config(config, max_turns=4)
+  assert (found.prompt, found.longest) == (185, 40)

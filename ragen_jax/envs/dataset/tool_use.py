@@ -318,7 +318,7 @@ def _make_tool(name: str, options: Mapping[str, Any]) -> Tool:
   elif name in _BUILT_IN:
     cls, fixed, short_name = _BUILT_IN[name], {}, name
   else:
-    hint = did_you_mean(name, _BUILT_IN)
+    hint = did_you_mean(name.partition(':')[0], (*_BUILT_IN, PREFIX[:-1]))
     functions = "'package.module:function', 'mcp:COMMAND'"
     raise ValueError(f'tools: {short(name)}; {hint}allowed: {", ".join(_BUILT_IN)}, {functions}')
   return cls(**fixed, **_options_of(short_name, options, cls, fixed))
@@ -330,7 +330,8 @@ def _options_of(section: str, options: Mapping[str, Any], cls: type, fixed: Coll
   allowed = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]
   unknown = [option for option in own if option not in allowed]
   if unknown:
-    raise ValueError(f'tool_options.{section}: {unknown[0]} is no option; allowed: {", ".join(allowed)}')
+    hint = did_you_mean(unknown[0], allowed)
+    raise ValueError(f'tool_options.{section}: {unknown[0]} is no option; {hint}allowed: {", ".join(allowed)}')
   return own
 
 
