@@ -19,6 +19,7 @@ HELD_OUT = {
   'LeanTest': 'Lean',
   'WebShopValidation': 'WebShop',
   'WebShopTest': 'WebShop',
+  'VerifiersTest': 'Verifiers',
   'NavigationValidation': 'Navigation',
   'NavigationTest': 'Navigation',
 }
@@ -272,6 +273,41 @@ def by_tag() -> ConfigDict:
       'max_words': 100,
     }
   )
+  # Tasks of a package of the library `verifiers`, whose rollouts call the policy, see docs/verifiers.md.
+  envs.Verifiers = ConfigDict(
+    {
+      'type': 'verifiers',
+      # The package as `verifiers` names it, such as 'gsm8k' or 'owner/gsm8k'; it is installed.
+      'package': '',
+      # Fields of the package's own config (those of its taskset).
+      'options': {},
+      # The other fields of its environment's config: id, agent (harness, runtime, sampling, ...), timeout, retries.
+      'environment': {},
+      # The most tasks, the first ones; 0 for all.
+      'limit': 0,
+      # Which part of the tasks is played: 'all', 'train' or 'test'.
+      'split': 'train',
+      # About this share of the tasks is in the test part.
+      'test_share': 0.1,
+      # Whether the policy may execute commands on this machine, as some packages want.
+      'allow_commands': False,
+      # Worker processes of the package.
+      'processes': 1,
+      # Memory that each of them may write to, in MiB (on Linux); 0 for no limit.
+      'memory_mib': 0,
+      # Time limit of the start of a process, in which it loads the tasks, in seconds.
+      'start_timeout_s': 600.0,
+      # The interpreter that has `verifiers` and the package; '' for the one of the run.
+      'python': '',
+      # Calls of an attempt.
+      'max_turns': 20,
+      'max_actions': 20,
+      'max_actions_per_turn': 1,
+      'max_words': 100,
+    }
+  )
+  # The held-out part of the same tasks.
+  envs.VerifiersTest = _like(envs.Verifiers, split='test')
   # Questions of your own with known answers, see docs/datasets.md.
   envs.Dataset = ConfigDict(
     {

@@ -15,7 +15,8 @@ from ragen_jax import build, build_frozen
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
 from ragen_jax.agent.language_model import LanguageModel, param_state
-from ragen_jax.envs import AgentTasks
+from ragen_jax.build_environments import played_by_programs
+from ragen_jax.envs import VerifiersTasks
 from ragen_jax.prompt_search.player import PromptPlayer
 from ragen_jax.prompt_search.tasks import TaskRanges
 from ragen_jax.runs.interrupt import Interrupt
@@ -29,6 +30,7 @@ from ragen_jax.serving.play.env_program import ENVIRONMENT, EnvironmentProgram
 from ragen_jax.serving.play.episodes import EpisodeSettings
 from ragen_jax.serving.play.group_queue import QueueSettings
 from ragen_jax.serving.play.runners import Runner
+from ragen_jax.serving.play.verifiers_runner import VerifiersRunner
 from ragen_jax.serving.rollouts.records import AttemptLimits
 from ragen_jax.serving.types import AttemptState, SamplingParams
 from ragen_jax.serving.wire.spec import RequestLimits
@@ -45,12 +47,12 @@ _MOST_CALLS = 10_000
 def plays_agents(config: ConfigDict) -> bool:
   """Whether programs outside play the run's tags. Raises UserError if they play some, and the policy others."""
   tags = dict.fromkeys((*config.train.tags, *config.eval.tags))
-  agents = [tag for tag in tags if tag in config.envs and config.envs[tag].get('type') == AgentTasks.name]
+  agents = [tag for tag in tags if tag in config.envs and played_by_programs(config.envs[tag].get('type'))]
   if agents and len(agents) < len(tags):
     others = ', '.join(tag for tag in tags if tag not in agents)
     raise UserError(
       f'train.tags={config.train.tags}, eval.tags={config.eval.tags}: {", ".join(agents)} of the type '
-      f"'agent' cannot be mixed with {others}"
+      f'{" and ".join(sorted({repr(config.envs[tag].type) for tag in agents}))} cannot be mixed with {others}'
     )
   return bool(agents)
 
@@ -244,10 +246,14 @@ def task_runner(config: ConfigDict, model: LanguageModel) -> Runner | None:
 
   Raises UserError if the tags have different runners, or a function cannot be imported.
   """
-  wanted = {config.envs[tag].runner for tag in (*config.train.tags, *config.eval.tags)}
+  tags = tuple(dict.fromkeys((*config.train.tags, *config.eval.tags)))
+  wanted = {config.envs[tag].get('runner', VerifiersTasks.runner) for tag in tags}
   if len(wanted) > 1:
     raise UserError(f'envs: the tasks of one run have one runner, not {", ".join(sorted(map(repr, wanted)))}')
   (name,) = wanted
+  if all(config.envs[tag].type == VerifiersTasks.name for tag in tags):
+    packages = {spec.env.key: spec.env.connection for spec in build.env_specs(config, tags, (1,) * len(tags))}
+    return VerifiersRunner(packages, config.serve.model, _most_calls(config))
   field = f'envs.{config.train.tags[0]}.runner'
   if not name and not os.environ.get(ADMIN_KEY):
     raise UserError(f"{field}='': workers claim tasks with the key of {ADMIN_KEY}, which is not set in the environment")

@@ -48,7 +48,7 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
         raise UserError(f'envs.{tag}.{name}={value!r}: must be a whole number of at least 1')
     max_words = numbers.pop('max_words')
     wording = {name: options.pop(name, default) for name, default in OPTIONAL.items()}
-    _check_optional(config, tag, wording, by_programs=env_type == registry.AgentTasks.name)
+    _check_optional(config, tag, wording, by_programs=played_by_programs(env_type))
     budget = Budget(**numbers)
     if 'observation' in options and not _is_option('observation', env_type):  # it is no grid
       raise UserError(f'envs.{tag}.observation={shown!r}: allowed: text, image')
@@ -63,6 +63,11 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
       raise UserError(f'envs.{tag}.observation={shown!r}: {env.name} {told}')
     specs.append(EnvSpec(tag, env, budget, max_words, count, tile, **wording))
   return specs
+
+
+def played_by_programs(env_type: Any) -> bool:
+  """Whether programs play environments of a type over HTTP."""
+  return env_type in registry.TYPES and registry.TYPES[env_type].played_by_programs
 
 
 def _check_optional(config: ConfigDict, tag: str, values: Mapping[str, Any], *, by_programs: bool) -> None:

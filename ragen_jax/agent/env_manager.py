@@ -161,7 +161,8 @@ class EnvStateManager:
     for spec in self.specs:
       if spec.env.played_by_programs:
         raise UserError(
-          f"envs.{spec.tag}.type='agent': programs play it, in training and --mode=eval; this mode plays turn by turn"
+          f'envs.{spec.tag}.type={spec.env.name!r}: programs play it, in training and --mode=eval; this mode plays '
+          'turn by turn'
         )
     chosen = level_seeds is not None
     self.level_seeds = level_seeds[self.row_group] if chosen else first_seed + self.row_group.astype(np.int64)

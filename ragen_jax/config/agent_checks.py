@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Sequence
 
 import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents, build_frozen
+from ragen_jax.build_environments import played_by_programs
 from ragen_jax.config import rules
-from ragen_jax.envs import AgentTasks
+from ragen_jax.envs import VerifiersTasks
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.prompt_search.wording import LEAST_SHOWN
 from ragen_jax.serving.conversation.reply_reader import BadCalls
 from ragen_jax.serving.play.env_program import ENVIRONMENT
@@ -77,11 +81,11 @@ def _check_staleness(config: ConfigDict, agents: bool) -> None:
 
 def _check_environment(config: ConfigDict, tag: str) -> None:
   """Checks the environment that a built-in runner plays, if the tag has one."""
-  runner, field = config.envs[tag].runner, f'envs.{tag}.runner'
+  runner, field = config.envs[tag].get('runner', ''), f'envs.{tag}.runner'
   if not runner.startswith(ENVIRONMENT):
     return
   name = runner.removeprefix(ENVIRONMENT)
-  others = [other for other, options in config.envs.items() if options.get('type') != AgentTasks.name]
+  others = [other for other, options in config.envs.items() if not played_by_programs(options.get('type'))]
   rules.check(config, field, name in others, f'{ENVIRONMENT}TAG names an environment of envs: {", ".join(others)}')
   build.env_specs(config, (name,), (1,), field=field)
   rules.check(config, f'envs.{tag}.tasks', not config.envs[tag].tasks, f"must be '' with {field}={runner!r}")
@@ -119,11 +123,26 @@ def check_prompt(config: ConfigDict) -> None:
   if prompt and not build_agents.plays_agents(config):
     rules.check(config, field, False, "is for agent programs; must be empty unless train.tags are of the type 'agent'")
   for tag in (*config.train.tags, *config.eval.tags) if prompt else ():
-    runner = config.envs[tag].runner
+    runner = config.envs[tag].get('runner', '')
     rules.check(
       config, field, not runner.startswith(ENVIRONMENT),
       f'is not read by envs.{tag}.runner={runner!r}, whose prompts are those of the environment; must be empty',
     )  # fmt: skip
+    reads = config.envs[tag].type != VerifiersTasks.name
+    rules.check(config, field, reads, f"is not read by envs.{tag}.type='{VerifiersTasks.name}'; must be empty")
+
+
+def check_held_out(config: ConfigDict, specs: Sequence[EnvSpec]) -> None:
+  """Raises UserError if training and evaluation have a task of a package of `verifiers` in common."""
+  parts = {spec.tag: spec.env.part for spec in specs if isinstance(spec.env, VerifiersTasks)}
+  for train, test in itertools.product(config.train.tags, config.eval.tags):
+    shared = [identity for identity in parts.get(train, ()) if identity in parts.get(test, ())]
+    if shared:
+      one, other = parts[train][shared[0]], parts[test][shared[0]]
+      raise UserError(
+        f'envs.{test}: {len(shared)} of its {len(parts[test])} tasks are among those of envs.{train}, such as its task '
+        f"{other}, task {one} there; allowed: split='train' and 'test' of the same options, or options with other tasks"
+      )
 
 
 def check_prompt_search(config: ConfigDict) -> None:
@@ -131,6 +150,12 @@ def check_prompt_search(config: ConfigDict) -> None:
   p = config.prompt
   if not build_agents.plays_agents(config):
     raise UserError(f"train.tags={config.train.tags}: must be of the type 'agent' with --mode=optimize_prompt")
+  for tag in (*config.train.tags, *config.eval.tags):
+    own = config.envs[tag].type
+    if own == VerifiersTasks.name:
+      raise UserError(
+        f"envs.{tag}.type={own!r}: must be 'agent' with --mode=optimize_prompt: packages have own prompts"
+      )
   rules.check(config, 'eval.step', config.eval.step != 'none', 'must name a model: latest, best, a number or base')
   rules.at_least(
     config, 1, 'prompt.rounds', 'prompt.beam', 'prompt.branches', 'prompt.tasks', 'prompt.attempts', 'prompt.held_out',

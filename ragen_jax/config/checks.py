@@ -17,7 +17,7 @@ from ragen_jax.agent.language_model import VISION, check_vision, weight_sharding
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.build_environments import check_needs
 from ragen_jax.config import limits, rules
-from ragen_jax.config.agent_checks import check_prompt, check_serve
+from ragen_jax.config.agent_checks import check_held_out, check_prompt, check_serve
 from ragen_jax.config.algorithm_checks import check_algorithm
 from ragen_jax.config.image_checks import check_images
 from ragen_jax.config.run_checks import (
@@ -114,7 +114,10 @@ def _check_needs(config: ConfigDict, sections: Sequence[str]) -> None:
   runners = [config.envs[tag].get('runner', '') for tag in episodes]
   played = dict.fromkeys((name.removeprefix(ENVIRONMENT) for name in runners if name.startswith(ENVIRONMENT)), 1)
   tags = tuple(episodes | played)
-  check_needs(build.env_specs(config, tags, (1,) * len(tags)), played | episodes)
+  specs = build.env_specs(config, tags, (1,) * len(tags))
+  check_needs(specs, played | episodes)
+  if {'train', 'eval'} <= set(sections):
+    check_held_out(config, specs)
 
 
 def check_plan(config: ConfigDict) -> None:

@@ -25,6 +25,7 @@ from ragen_jax.envs.outside.http import HttpEnvironment
 from ragen_jax.envs.outside.openenv import OpenEnvEnvironment
 from ragen_jax.envs.outside.python import PythonEnvironment
 from ragen_jax.envs.outside.tasks import AgentTasks
+from ragen_jax.envs.outside.verifiers import VerifiersTasks
 from ragen_jax.envs.rubik import Rubik2x2
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
@@ -52,6 +53,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'textworld': TextWorldEnvironment,
   'lean': LeanEnvironment,
   'webshop': WebShopEnvironment,
+  'verifiers': VerifiersTasks,
 }
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
   'Game',
   'Session',
   'TextEnvironment',
+  'VerifiersTasks',
   'load_level',
   'make',
   'with_level',

@@ -7,6 +7,9 @@ import enum
 
 import numpy as np
 
+# A reward with a name that begins so is a measurement.
+METRIC_PREFIX = 'metrics/'
+
 
 class Finish(enum.StrEnum):
   """Why a reply ended."""
@@ -130,6 +133,11 @@ class Reward:
   agent: str
   name: str
   value: float
+
+  @property
+  def metric(self) -> str:
+    """The name of the measurement that it is, which pays nothing; '' for a reward."""
+    return self.name.removeprefix(METRIC_PREFIX) if self.name.startswith(METRIC_PREFIX) else ''
 
 
 class RolloutState(enum.StrEnum):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import pathlib
 import select
 import signal
 import socket
@@ -15,15 +16,17 @@ import time
 
 from ragen_jax.utils.worker_process import LARGEST_MESSAGE, LENGTH
 
+_ROOT = str(pathlib.Path(__file__).parents[2])
 _KEPT_OUTPUT = 1 << 14  # bytes of the end of stderr
 _GLANCE_S = 0.1  # between two looks at whether the process still exists
 _DYING_S = 2.0  # from the end of the connection to that of the process, for example while a core file is written
 _REAP_S = 10.0
 _PART = 1 << 18  # bytes that are read at a time
 
-# The child finds modules where the parent does; it loads neither the parent's main module nor JAX.
+# The child finds modules where the parent does, or another interpreter where it does by itself, and then this package
+# and what lies in the present folder. It loads neither the parent's main module nor JAX.
 _CODE = (
-  'import sys, json; sys.path[:] = json.loads(sys.argv[4]); '
+  'import sys, json; path = json.loads(sys.argv[4]); sys.path[0 if sys.argv[5] == "all" else len(sys.path):] = path; '
   'from ragen_jax.utils.worker_process import main; main(int(sys.argv[2]), int(sys.argv[3]))'
 )
 
@@ -44,11 +47,12 @@ class Link:
     requests: number of requests that it was sent.
   """
 
-  def __init__(self, name: str, process: int):
+  def __init__(self, name: str, process: int, python: str = ''):
     """Starts the process.
 
     Args:
       name: for lists of processes.
+      python: its interpreter, of Python 3.11 or newer and with msgpack; '' for that of this process.
 
     Raises:
       OSError: the system cannot start it.
@@ -61,10 +65,21 @@ class Link:
       # The kernel closes this end if this process is killed, which ends the child.
       lifeline, self._lifeline = os.pipe()
       child_s.callback(os.close, lifeline)
-      path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+      path = [_ROOT, os.getcwd()] if python else [entry for entry in sys.path if isinstance(entry, str)]
+      found = ['added' if python else 'all']
       try:
         self._popen = subprocess.Popen(
-          [sys.executable, '-P', '-c', _CODE, name, str(theirs.fileno()), str(lifeline), path],
+          [
+            python or sys.executable,
+            '-P',
+            '-c',
+            _CODE,
+            name,
+            str(theirs.fileno()),
+            str(lifeline),
+            json.dumps(path),
+            *found,
+          ],
           stdin=subprocess.DEVNULL,
           stdout=subprocess.DEVNULL,
           stderr=subprocess.PIPE,

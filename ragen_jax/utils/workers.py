@@ -62,6 +62,7 @@ class Worker:
     memory_mib: int = 0,
     name: str = '',
     start_timeout_s: float = _START_S,
+    python: str = '',
   ):
     """Starts nothing yet.
 
@@ -73,6 +74,7 @@ class Worker:
       memory_mib: limit of the memory that the process may write to (on Linux); 0 for no limit.
       name: for the log and for lists of processes.
       start_timeout_s: time limit of the start, with the call of the factory.
+      python: see `Link`.
 
     Raises:
       TypeError: an argument is not plain.
@@ -80,7 +82,7 @@ class Worker:
     pack(tuple(args))
     self.last_end, self.failed_starts = '', 0
     self._factory, self._args, self._memory_mib = factory, tuple(args), memory_mib
-    self._start_timeout_s = start_timeout_s
+    self._start_timeout_s, self._python = start_timeout_s, python
     self._starts = 0
     self._held = _Held(name or factory)
     self._finalize = weakref.finalize(self, _close, [self._held])
@@ -136,7 +138,7 @@ class Worker:
       _log.warning('%s: the process ended between two calls: %s', held.name, self.last_end)
     self._starts += 1
     try:
-      held.link = Link(held.name, self._starts)
+      held.link = Link(held.name, self._starts, self._python)
     except OSError as e:
       fault = Fault('no process can be started', describe_error(e))
     else:

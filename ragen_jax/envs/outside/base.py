@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 FREE_TEXT = 'An action is free text.'
 LARGEST_REWARD = 1e15  # its square is still far below the largest float32
 _MOST_METRICS = 64
-_METRIC = re.compile(r'[a-z][a-z0-9_]{0,63}')
+METRIC_NAME = re.compile(r'[a-z][a-z0-9_]{0,63}')
 _LONGEST_FAULT = 300  # characters of each text of a fault; a message shows no more
 
 
@@ -219,7 +219,7 @@ def _read_metrics(raw: Any) -> dict[str, float] | Fault:
   for name, value in raw.items():
     if len(found) == _MOST_METRICS:
       return Fault(f'step reports more than {_MOST_METRICS} metrics')
-    if not isinstance(name, str) or not _METRIC.fullmatch(name):
+    if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
       return Fault('the name of a metric is not in snake case, of at most 64 characters', short(name))
     name = str.__str__(name)
     number = read_reward(value, f'metric {name}') if isinstance(value, numbers.Real | np.bool_) else None

@@ -253,7 +253,7 @@ def _why_nothing(groups: Sequence[TaskAttempts]) -> str:
   """The reason why no group of attempts can be learnt from, in one line."""
   attempts = [a for group in groups for a in group.attempts]
   failed = [a for a in attempts if a.state is not AttemptState.SUCCEEDED]
-  unrewarded = [a for a in attempts if a.state is AttemptState.SUCCEEDED and not a.rewards]
+  unrewarded = [a for a in attempts if a.state is AttemptState.SUCCEEDED and all(r.metric for r in a.rewards)]
   text = f'none of {len(groups)} tasks can be learnt from: of {len(attempts)} attempts {len(failed)} failed'
   text += f' and {len(unrewarded)} got no reward'
   if failed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -88,6 +88,7 @@ class _Played:
     calls: the calls that were not aborted, by index.
     in_loss: whether each call's tokens are in the loss.
     rewards: the rewards of each call.
+    metrics: what the program measured, by name.
     error: why it has no score; '' if it has one.
     counts: for the metrics.
   """
@@ -99,6 +100,7 @@ class _Played:
   status: Status
   error: str
   counts: collections.Counter[str]
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 _SAMPLING = ('temperature', 'top_p', 'top_k')
@@ -182,7 +184,9 @@ def _played(attempt: FinishedAttempt, settings: EpisodeSettings) -> _Played:
     return _untold(fault or 'the attempt ended without a call', missing=not failed, counts=counts)
   in_loss = tuple(_in_loss(call, settings) for call in calls)
   counts['calls_off_policy'] += sum(call.trained and not own for call, own in zip(calls, in_loss, strict=True))
-  credited = [(_credited_call(reward, attempt, calls, in_loss), reward) for reward in attempt.rewards]
+  credited = [
+    (_credited_call(reward, attempt, calls, in_loss), reward) for reward in attempt.rewards if not reward.metric
+  ]
   counted = [(at, reward) for at, reward in credited if at is not None]
   counts['rewards_not_trained'] += len(credited) - len(counted)
   error = fault or ('' if counted else 'no reward was posted')
@@ -195,7 +199,8 @@ def _played(attempt: FinishedAttempt, settings: EpisodeSettings) -> _Played:
     else:
       status = Status.OUT_OF_TURNS if len(attempt.calls) >= settings.max_calls else Status.FAILURE
   rewards = tuple(tuple(reward.value for at, reward in counted if at == i) for i in range(len(calls)))
-  return _Played(False, calls, in_loss, rewards, status, error, counts)
+  metrics = _sums((reward.metric, reward.value) for reward in attempt.rewards if reward.metric)
+  return _Played(False, calls, in_loss, rewards, status, error, counts, metrics)
 
 
 def _call_counts(attempt: FinishedAttempt, calls: Sequence[StoredCall]) -> collections.Counter[str]:
@@ -239,11 +244,19 @@ def _credited_call(
   return max((i for i in own if calls[i].index <= of.index), default=own[0])
 
 
+def _sums(values: Iterable[tuple[str, float]]) -> dict[str, float]:
+  """The sum of the values of each name."""
+  by_name = collections.defaultdict(list)
+  for name, value in values:
+    by_name[name].append(value)
+  return {name: math.fsum(own) for name, own in by_name.items()}
+
+
 def _reward_means(attempts: Iterable[FinishedAttempt]) -> dict[str, float]:
   sums = collections.defaultdict(list)
   for attempt in attempts:
-    for name in dict.fromkeys(reward.name for reward in attempt.rewards):
-      sums[name].append(math.fsum(reward.value for reward in attempt.rewards if reward.name == name))
+    for name, value in _sums((reward.name, reward.value) for reward in attempt.rewards if not reward.metric).items():
+      sums[name].append(value)
   return {f'serving/reward/{name}': math.fsum(own) / len(own) for name, own in sums.items() if name}
 
 
@@ -264,6 +277,8 @@ def _rollout(groups: Sequence[tuple[TaskAttempts, Sequence[_Played]]], settings:
         if trained:
           anchors[e, turn] = numbers.setdefault((group, call.agent, call.context), len(numbers))
     turns = [_turn(call, rewards, settings, decode) for call, rewards in zip(own.calls, own.rewards, strict=True)]
+    if turns and own.metrics:  # those of an episode are sums over its turns
+      turns[-1] = dataclasses.replace(turns[-1], metrics=own.metrics)
     episodes.append(Episode(task.tag, group, task.seed, turns, status=own.status, outside=True, error=own.error))
   tags = list(dict.fromkeys(task.tag for task, _ in groups))
   trajectory = timeline.trajectory(

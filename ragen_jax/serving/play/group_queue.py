@@ -270,7 +270,7 @@ class GroupQueue:
     for name in over:
       rollouts = self._groups[name].rollouts
       with self._store.read() as tables:
-        rewarded = any(tables.rewards(tables.rollout(rollout_id).attempt_id) for rollout_id in rollouts)
+        rewarded = any(not reward.metric for x in rollouts for reward in tables.rewards(tables.rollout(x).attempt_id))
       if not rewarded:
         self._renew(rollouts, iteration, key)
         self._forget(name)

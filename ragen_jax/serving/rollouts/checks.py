@@ -6,10 +6,12 @@ import math
 import re
 from typing import Any
 
-from ragen_jax.envs.outside.base import LARGEST_REWARD, read_reward
+from ragen_jax.agent.metrics import is_reported
+from ragen_jax.envs.outside.base import LARGEST_REWARD, METRIC_NAME, read_reward
 from ragen_jax.serving.errors import Invalid
 from ragen_jax.serving.rollouts.records import RETRIED, AttemptLimits, NewRollout
 from ragen_jax.serving.rollouts.tables import to_json
+from ragen_jax.serving.types import METRIC_PREFIX
 from ragen_jax.utils.errors import one_line, short
 
 _ID = re.compile(r'[A-Za-z0-9_.-]{1,128}')
@@ -56,6 +58,16 @@ def check_name(field: str, name: Any) -> None:
   """Checks the name of a group, worker, agent or label; '' is allowed."""
   if not isinstance(name, str) or len(name) > _LONGEST_NAME or not (name == '' or name.isprintable()):
     raise Invalid(f'{field}={_cut(name)}; allowed: at most {_LONGEST_NAME} printable characters')
+
+
+def check_reward_name(name: str) -> None:
+  """Checks the name of a measurement, see `Reward.metric`; other names are not looked at."""
+  metric = name.removeprefix(METRIC_PREFIX)
+  if metric != name and not (METRIC_NAME.fullmatch(metric) and is_reported(metric)):
+    raise Invalid(
+      f'name={_cut(name)}; allowed: {METRIC_PREFIX} and a name in snake case of at most 64 characters that is none of '
+      "the run's own metrics, such as success"
+    )
 
 
 def _is_number(value: Any) -> bool:

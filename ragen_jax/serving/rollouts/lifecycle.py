@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ragen_jax.serving.errors import Conflict, Gone, Invalid, NotFound, Unauthorized
 from ragen_jax.serving.rollouts.changes import Changes
-from ragen_jax.serving.rollouts.checks import check_name, check_new, check_value
+from ragen_jax.serving.rollouts.checks import check_name, check_new, check_reward_name, check_value
 from ragen_jax.serving.rollouts.records import (
   OVER,
   AttemptRecord,
@@ -251,6 +251,7 @@ class Lifecycle:
     value = check_value(value)
     for field, text in (('agent', agent), ('name', name), ('id', reward_id)):
       check_name(field, text)
+    check_reward_name(name)
     with self.store.write() as tables:
       attempt = tables.attempt(attempt_id)
       if reward_id and (known := tables.reward(attempt_id, reward_id)) is not None:

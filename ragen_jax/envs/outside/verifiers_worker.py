@@ -1,0 +1,272 @@
+"""Plays tasks of a package of `verifiers`, in a process of its own that `Package` (verifiers.py) starts.
+
+The rollouts run in an event loop beside the main thread, which takes orders and gives results. The package's model is
+the policy behind the server of the run: each rollout has an address and a key of its own.
+
+This file is loaded by its path and imports only the package's `utils`, so that the process needs no JAX.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import copy
+import hashlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import openai
+import verifiers.v1 as vf
+from pydantic import ValidationError
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.compaction import is_context_overflow
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.utils.loaders import default_harness_id, harness_class, load_environment, resolve_env_config
+
+from ragen_jax.utils.errors import one_line
+
+__all__ = ['ChatHarness']
+
+_CHAT = 'ragen_chat'  # the name under which the package finds `ChatHarness`
+_SHELL = 'bash'  # the package's harness for tasksets without one: it gives the policy a shell
+_SECRETS = ('RAGEN_ADMIN_KEY',)
+_CLOSE_S = 3.0
+_BEAT_S = 1.0  # between two signs of life of the event loop
+
+
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
+  """A conversation in this process: the policy writes and its calls of tools are made, until a reply calls none."""
+
+  APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
+  EXECUTES_CODE = NEEDS_CONTAINER = False
+
+  async def launch(
+    self, ctx: vf.ModelContext, trace: vf.Trace, runtime: vf.Runtime, endpoint: str, secret: str,
+    mcp_urls: dict[str, str], data: vf.TaskData,
+  ) -> vf.ProgramResult:  # fmt: skip
+    """See `verifiers.v1.Harness`. Ends with the conversation so far if the next prompt does not fit."""
+    system, prompt = self.resolve_prompt(data)
+    messages = [{'role': 'system', 'content': system}] if system else []
+    if isinstance(prompt, str):
+      messages.append({'role': 'user', 'content': prompt})
+    else:
+      messages += [message_to_wire(message) for message in prompt or ()]
+    servers = {name: {'url': url, 'timeout': self.config.tool_timeout} for name, url in mcp_urls.items()}
+    async with contextlib.AsyncExitStack() as stack:
+      policy = await stack.enter_async_context(openai.AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None))
+      tools, origins, connections = await connect_mcp({'mcpServers': servers}, stack)
+      with contextlib.suppress(_NoRoom):
+        while calls := await _reply(policy, ctx.model, messages, tools):
+          for call in calls:
+            content = await _called(call, origins, connections)
+            messages.append({'role': 'tool', 'tool_call_id': call.id, 'content': content})
+    return vf.ProgramResult(exit_code=0, stdout='', stderr='')
+
+
+class _NoRoom(Exception):
+  """The conversation is as long as the policy's context."""
+
+
+async def _reply(policy: openai.AsyncOpenAI, model: str, messages: list[dict], tools: list[dict]) -> Sequence[Any]:
+  """Appends the policy's reply to the messages, and returns the calls in it."""
+  try:
+    answer = await policy.chat.completions.create(model=model, messages=messages, **({'tools': tools} if tools else {}))
+  except openai.APIStatusError as e:
+    if is_context_overflow(e):
+      raise _NoRoom from e
+    raise
+  message = answer.choices[0].message
+  messages.append(message.model_dump(exclude_none=True))
+  return message.tool_calls or ()
+
+
+async def _called(call: Any, origins: Mapping[str, Any], connections: Mapping[str, Any]) -> Any:
+  """The result of a call of a tool; a text about the mistake if the policy made one."""
+  if call.function.name not in origins:
+    return f'error: there is no tool {call.function.name}'
+  try:
+    arguments = json.loads(call.function.arguments or '{}')
+  except ValueError as e:
+    return f'error: the arguments are no JSON ({e})'
+  if not isinstance(arguments, dict):
+    return 'error: the arguments are no JSON object'
+  return await call_mcp(connections, origins, call.function.name, arguments)
+
+
+class VerifiersWorker:
+  """A package, whose tasks are loaded, and its rollouts."""
+
+  def __init__(
+    self, package: str, options: Mapping[str, Any], environment: Mapping[str, Any], limit: int, allow_commands: bool
+  ):
+    """Loads the package and its tasks; see `VerifiersTasks` for the arguments.
+
+    Raises:
+      ValueError: the package cannot be used so; one line.
+    """
+    for name in _SECRETS:
+      os.environ.pop(name, None)
+    sys.modules[_CHAT] = sys.modules[__name__]
+    self._env = _loaded(package, options, environment, allow_commands)
+    if not self._env.taskset.bounded and not limit:
+      raise ValueError('the package has tasks without end; limit must be above 0')
+    self._tasks = list(itertools.islice(self._env.taskset, limit or None))
+    if not self._tasks:
+      raise ValueError('the package has no task')
+    self._rollouts: dict[int, concurrent.futures.Future] = {}
+    self._loop, self._serving, self._done = asyncio.new_event_loop(), None, None
+    self._last_beat = time.monotonic()
+    threading.Thread(target=self._run, daemon=True, name='rollouts').start()
+
+  def tasks(self) -> list[str]:
+    """The identity of each task: equal tasks have equal ones, whatever their places are."""
+    return [_identity(task) for task in self._tasks]
+
+  def exchange(
+    self, begin: Sequence[tuple], cancel: Sequence[int], wait_s: float
+  ) -> tuple[list[tuple[int, dict[str, Any]]], float]:
+    """Begins and cancels rollouts, and waits a little for one to end.
+
+    Args:
+      begin: (number, index of the task, address, key, name of the policy, most turns) of each.
+      cancel: numbers of rollouts.
+
+    Returns:
+      (number, what became of it) of the rollouts that have ended: {'error': ...}, or 'rewards' and 'metrics' by name.
+      And the seconds for which the event loop has been held by code of the package.
+    """
+    for number, *order in begin:
+      self._rollouts[number] = asyncio.run_coroutine_threadsafe(self._play(number, *order), self._loop)
+    for number in cancel:
+      if number in self._rollouts:
+        self._rollouts[number].cancel()
+    concurrent.futures.wait(self._rollouts.values(), wait_s, concurrent.futures.FIRST_COMPLETED)
+    ended = [(number, self._rollouts.pop(number)) for number in list(self._rollouts) if self._rollouts[number].done()]
+    held_s = max(time.monotonic() - self._last_beat - _BEAT_S, 0.0)
+    return [(number, _result_of(rollout)) for number, rollout in ended], held_s
+
+  def close(self) -> None:
+    """Ends what the package serves, such as programs of tools."""
+    if self._done is not None:
+      with contextlib.suppress(Exception):
+        self._loop.call_soon_threadsafe(self._done.set)
+        asyncio.run_coroutine_threadsafe(_finished(self._serving), self._loop).result(_CLOSE_S)
+
+  def _run(self) -> None:
+    def beat() -> None:
+      self._last_beat = time.monotonic()
+      self._loop.call_later(_BEAT_S, beat)
+
+    asyncio.set_event_loop(self._loop)
+    self._loop.call_soon(beat)
+    self._loop.run_forever()
+
+  async def _play(
+    self, number: int, index: int, base_url: str, api_key: str, model: str, max_turns: int
+  ) -> dict[str, Any]:
+    await self._serve()
+    variable = f'RAGEN_POLICY_API_KEY_{number}'  # programs do not inherit names with API_KEY
+    os.environ[variable] = api_key
+    try:
+      client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable, timeout={'connect': None})
+      env = _with_most_turns(self._env, max_turns)
+      (slot,) = env.slots(self._tasks[index])
+      return _outcome(await env.run_slot(slot, vf.ModelContext(model=model, client=client)))
+    finally:
+      os.environ.pop(variable, None)
+
+  async def _serve(self) -> None:
+    """Starts what all rollouts share, once; raises what the start raises."""
+    if self._serving is None or self._serving.done():
+      self._done, ready = asyncio.Event(), asyncio.Event()
+      self._serving = asyncio.create_task(self._keep_serving(self._done, ready))
+      self._serving.ready = ready
+    started = asyncio.ensure_future(self._serving.ready.wait())
+    await asyncio.wait([started, self._serving], return_when=asyncio.FIRST_COMPLETED)
+    started.cancel()
+    if self._serving.done():
+      self._serving.result()
+
+  async def _keep_serving(self, done: asyncio.Event, ready: asyncio.Event) -> None:
+    async with self._env.serving():
+      ready.set()
+      await done.wait()
+
+
+async def _finished(task: asyncio.Task) -> None:
+  await task
+
+
+def _loaded(package: str, options: Mapping[str, Any], environment: Mapping[str, Any], allow_commands: bool) -> vf.Env:
+  """The environment of a package; ValueError of one line if it cannot be made, or has parts that are not supported."""
+  given = copy.deepcopy(dict(environment))
+  try:
+    config = resolve_env_config({**given, 'taskset': {**options, 'id': package}})
+    roles = [name for name, value in config if isinstance(value, vf.AgentConfig)]
+    if len(roles) == 1:
+      seat = given.setdefault(roles[0], {})
+      seat.setdefault('runtime', {'type': 'subprocess'})
+      if seat.get('harness') is None and default_harness_id(package) == _SHELL:
+        seat['harness'] = {'id': _CHAT}
+      config = resolve_env_config({**given, 'taskset': {**options, 'id': package}})
+    env = load_environment(config)
+  except ValidationError as e:
+    first = e.errors()[0]
+    raise ValueError(f'{".".join(map(str, first["loc"]))}: {one_line(first["msg"], str)}') from e
+  if len(roles) != 1:
+    raise ValueError(f'the environment has the agents {", ".join(roles)}; allowed: environments with one agent')
+  seat = getattr(config, roles[0])
+  harness = config.agent_harnesses()[roles[0]].id
+  if harness_class(harness).EXECUTES_CODE and isinstance(seat.runtime, vf.SubprocessConfig) and not allow_commands:
+    raise ValueError(
+      f'the harness {harness!r} executes what the policy writes on this machine; allowed: another one in '
+      f"environment.{roles[0]}.harness.id, another environment.{roles[0]}.runtime.type such as 'docker', or "
+      'allow_commands=True'
+    )
+  return env
+
+
+def _with_most_turns(env: vf.Env, most: int) -> vf.Env:
+  """The environment, whose agent has so many turns at most. What it serves is shared."""
+  limited, changes = copy.copy(env), {}
+  for name, value in env.config:
+    if isinstance(value, vf.AgentConfig):
+      changes[name] = value.model_copy(update={'max_turns': min(value.max_turns or most, most)})
+  limited.config = env.config.model_copy(update=changes)
+  return limited
+
+
+def _identity(task: vf.Task) -> str:
+  """The package's own key of a task, or else a digest of its data without its place in the list."""
+  if type(task).key is not vf.Task.key:
+    return task.key
+  data = task.data.model_dump(mode='json', exclude_none=True, exclude={'idx'})
+  return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _outcome(episode: vf.Episode) -> dict[str, Any]:
+  """Rewards, with their weights, and metrics of an episode; or why it failed."""
+  if not episode.ok or len(episode.traces) != 1:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not errors:
+      return {'error': f'the episode has {len(episode.traces)} traces; allowed: 1'}
+    return {'error': f'{errors[-1].type}: {one_line(errors[-1].message, str)}'}
+  (trace,) = episode.traces
+  return {
+    'rewards': {name: reward.value for name, reward in trace.rewards.items() if reward is not None},
+    'metrics': {name: value for name, value in trace.metrics.items() if value is not None},
+  }
+
+
+def _result_of(rollout: concurrent.futures.Future) -> dict[str, Any]:
+  if rollout.cancelled():
+    return {'error': 'was cancelled'}
+  error = rollout.exception()
+  return rollout.result() if error is None else {'error': f'{type(error).__name__}: {one_line(error, str)}'}
