@@ -66,20 +66,10 @@ class Link:
       lifeline, self._lifeline = os.pipe()
       child_s.callback(os.close, lifeline)
       path = [_ROOT, os.getcwd()] if python else [entry for entry in sys.path if isinstance(entry, str)]
-      found = ['added' if python else 'all']
+      modules = [json.dumps(path), 'added' if python else 'all']
       try:
         self._popen = subprocess.Popen(
-          [
-            python or sys.executable,
-            '-P',
-            '-c',
-            _CODE,
-            name,
-            str(theirs.fileno()),
-            str(lifeline),
-            json.dumps(path),
-            *found,
-          ],
+          [python or sys.executable, '-P', '-c', _CODE, name, str(theirs.fileno()), str(lifeline), *modules],
           stdin=subprocess.DEVNULL,
           stdout=subprocess.DEVNULL,
           stderr=subprocess.PIPE,

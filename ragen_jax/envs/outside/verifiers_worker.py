@@ -113,6 +113,10 @@ class VerifiersWorker:
     """
     for name in _SECRETS:
       os.environ.pop(name, None)
+    # Programs of the package, such as those of its tools, find modules where this process does.
+    own = [os.path.abspath(entry) for entry in sys.path]
+    own = [entry for entry in own if not entry.startswith((sys.prefix, sys.base_prefix))]
+    os.environ['PYTHONPATH'] = os.pathsep.join(own)
     sys.modules[_CHAT] = sys.modules[__name__]
     self._env = _loaded(package, options, environment, allow_commands)
     if not self._env.taskset.bounded and not limit:
