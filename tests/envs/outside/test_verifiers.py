@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import time
 
 import pytest
 
@@ -75,6 +77,7 @@ def package(tmp_path_factory):
   (folder / 'own_tasks.py').write_text(PACKAGE, encoding='utf-8')
   with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(folder)
+    patch.setenv('PYTHONPATH', os.pathsep.join([str(folder), *filter(None, [os.environ.get('PYTHONPATH')])]))
     patch.setenv('HOME', str(folder))  # where rollouts have their folders
     yield 'own-tasks'
 
@@ -260,7 +263,7 @@ def test_a_rollout_is_cancelled_and_others_go_on(played):
   with server([reply('wait'), reply('4')]) as (url, asked):
     waiting = played.play(3, url, 'k', 'policy', 3)
     while not asked:
-      pass
+      time.sleep(0.01)
     assert played.play(4, url, 'k', 'policy', 3).result(LONG)['rewards'] == {'right': 3.0}
     waiting.cancel()
     assert play(played, [reply('4')])[0]['rewards'] == {'right': 3.0}
