@@ -58,6 +58,22 @@ def call(worker, *what, timeout_s=LONG):
 
 # -- calls and values --------------------------------------------------------------------------------------------------
 
+
+def test_another_interpreter_finds_its_own_modules_and_this_package(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'here.py').write_text('import sys\n\nclass Path:\n  def of(self):\n    return list(sys.path)\n')
+  monkeypatch.setattr(sys, 'path', [*sys.path, '/only/in/this/process'])
+  found = {}
+  for python in ('', sys.executable):
+    worker = Worker('here:Path' if python else f'{tmp_path}/here.py:Path', python=python)
+    found[python], fault = worker.call('of', timeout_s=LONG)
+    assert fault is None
+    worker.close()
+  assert found[''][-1] == '/only/in/this/process'
+  assert found[sys.executable][-2:] == [str(ROOT), str(tmp_path)]
+  assert '/only/in/this/process' not in found[sys.executable]
+
+
 _plain = st.recursive(
   st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
   lambda part: (

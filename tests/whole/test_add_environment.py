@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import http.server
 import importlib
+import json
 import logging
 import re
 import sys
@@ -122,6 +123,44 @@ def test_each_of_the_page_s_environments_plays_whole_episodes(server):
     assert sum(turn.effective for e in episodes if e.tag == tag for turn in e.turns) > 0, tag
   handler = sys.modules['my_games.server'].Handler
   assert not handler.games  # all were closed
+
+
+def test_the_three_shortest_routes_have_fewer_than_40_lines():
+  routes = ('# my_games/corridor.py', '# my_games/guess.py', '# my_lookup.py')
+  lengths = {block.split('\n')[0]: len(block.splitlines()) for block in BLOCKS}
+  assert all(lengths[route] < 40 for route in routes), lengths
+
+
+def test_the_jax_example_walks_to_its_door(games):
+  env = importlib.import_module('my_games.corridor').Corridor(length=5, slip=0.0)
+  state = env.reset(jax.random.key(3))
+  batch = jax.tree.map(lambda x: np.asarray(x)[None], state)
+  assert env.render(batch) == [f'You: square {state.player}. Door: square {state.door}.']
+  towards = int(state.door > state.player)
+  for left in range(abs(int(state.door - state.player)), 0, -1):
+    assert not state.done
+    state, out = env.step(state, jax.numpy.int32(towards), jax.random.key(left))
+  assert state.done and state.success and out.reward == 1.0 and out.effective
+
+
+def test_the_tool_example_plays_a_question_with_calls(tmp_path, monkeypatch):
+  (block,) = (block for block in BLOCKS if block.startswith('# my_lookup.py'))
+  (tmp_path / 'my_lookup.py').write_text(block, encoding='utf-8')
+  rows = [{'question': f'What do {n} apples cost?', 'answer': 3 * n} for n in range(2, 60)]
+  (tmp_path / 'prices.jsonl').write_text('\n'.join(map(json.dumps, rows)), encoding='utf-8')
+  monkeypatch.chdir(tmp_path)
+  names = {}
+  exec(block, names)
+  config = names['get_config']()
+  check_config(config)
+  (spec,) = build.env_specs(config, config.train.tags, (1,))
+  assert 'price[fruit]' in spec.env.rules() and 'Tells the price of a fruit in euros.' in spec.env.rules()
+  session = spec.env.open(1)
+  (question,) = session.reset([0], [7], [0])
+  count = int(question.split()[-3])
+  texts = [session.step([0], [action])[0] for action in ('price[apple]', 'price[brick]', f'finish[{3 * count}]')]
+  assert '3 euros' in texts[0][0] and 'brick is not sold' in texts[1][0]
+  assert [text[2] for text in texts] == [False, False, True] and texts[2][1] == 1.0
 
 
 def test_the_python_example_counts_its_guesses(games):

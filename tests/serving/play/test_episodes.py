@@ -195,6 +195,18 @@ def test_rewards_land_on_their_calls_or_on_the_last_of_their_agent():
   assert _credits(agent, _reward(1.0, agent='writer'))[0] == [(1.0,), ()]
 
 
+def test_measurements_pay_nothing_and_are_reported_with_the_episode():
+  rewards = [_reward(0.5, name='goal'), _reward(7.0, name='metrics/cost'), _reward(2.0, 'call 0', name='metrics/cost')]
+  rollout, metrics = _build([_attempt(_two_rows(), *rewards)])
+  (episode,) = rollout.episodes
+  assert episode.score == 0.5 and rollout.trajectory.rewards.sum() == 0.5
+  assert [turn.metrics for turn in episode.turns] == [{}, {}, {}, {'cost': 9.0}]
+  assert rollout_metrics(rollout, 1)['train/Task/cost'] == 9.0
+  assert {name for name in metrics if 'reward/' in name} == {'serving/reward/goal'}
+  rollout, metrics = _build([_attempt(_two_rows(), *rewards[1:])])
+  assert metrics['serving/attempts_without_reward'] == 1 and rollout.episodes[0].status == Status.ENV_ERROR
+
+
 def test_rewards_of_agents_that_are_not_trained_are_left_out_of_the_score():
   agent = Agent()
   agent.call(*START, agent='player')

@@ -662,3 +662,13 @@ def test_no_order_of_operations_leads_to_a_state_that_the_rules_do_not_have(tmp_
     assert len(set(model.batches.values())) == len(model.batches)
     places = [x.completed for x in store.ask(Tables.completed, 0, 10)]
     assert places == list(range(1, len(places) + 1))
+
+
+@pytest.mark.parametrize(
+  'name', ['metrics/', 'metrics/Two words', 'metrics/success', 'metrics/pass@2', 'metrics/' + 'a' * 65]
+)
+def test_measurements_have_names_that_can_be_logged(lifecycle, name):
+  claim = _started(lifecycle)
+  lifecycle.post_reward(claim.attempt.attempt_id, 2.0, None, '', 'metrics/cost', '')
+  with pytest.raises(Invalid, match=r'allowed: metrics/ and a name in snake case'):
+    lifecycle.post_reward(claim.attempt.attempt_id, 2.0, None, '', f'metrics/{name}', '')
