@@ -99,7 +99,7 @@ def check_needs(specs: Iterable[EnvSpec], episodes: Mapping[str, int] = MappingP
   """Checks each environment once (`Game.check`); UserError, which names envs.TAG, if something it needs is missing.
 
   Args:
-    episodes: for a tag, how many are played at a time; 1 for others.
+    episodes: for a tag, how many are played at a time, with those of other tags at its server; 1 for others.
   """
   for tag, env in {spec.tag: spec.env for spec in specs}.items():
     try:

@@ -106,15 +106,21 @@ def check_config(
 
 def _check_needs(config: ConfigDict, sections: Sequence[str]) -> None:
   """Checks that environments, also those that a built-in runner plays, have what they need."""
-  episodes: dict[str, int] = {}  # tag -> how many this process plays at a time
+  counts: dict[str, dict[str, int]] = {}  # section -> tag -> how many this process plays at a time
   for section in sections:
     part = config[section]
-    for tag, groups in zip(part.tags, build.group_counts(part, section), strict=True):
-      episodes[tag] = max(episodes.get(tag, 1), groups * part.group_size // jax.process_count())
+    groups = dict(zip(part.tags, build.group_counts(part, section), strict=True))
+    counts[section] = {tag: max(n * part.group_size // jax.process_count(), 1) for tag, n in groups.items()}
+  episodes = dict.fromkeys((tag for own in counts.values() for tag in own), 1)
   runners = [config.envs[tag].get('runner', '') for tag in episodes]
   played = dict.fromkeys((name.removeprefix(ENVIRONMENT) for name in runners if name.startswith(ENVIRONMENT)), 1)
   tags = tuple(episodes | played)
   specs = build.env_specs(config, tags, (1,) * len(tags))
+  server = {spec.tag: spec.env.server or spec.tag for spec in specs}
+  for own in counts.values():  # a rollout plays its tags at the same time
+    for tag in own:
+      at_once = sum(n for other, n in own.items() if server[other] == server[tag])
+      episodes[tag] = max(episodes[tag], at_once)
   check_needs(specs, played | episodes)
   if {'train', 'eval'} <= set(sections):
     check_held_out(config, specs)

@@ -107,6 +107,7 @@ class Game(abc.ABC):
       tags are played at the same time; others are played in the main thread.
     is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
     played_by_programs: whether programs play it over HTTP, and not the policy turn by turn.
+    server: the address of a server that plays only so many episodes at a time, for all tags together; '' for none.
     scene_kinds: the kinds of things in its `scenes`; empty for a game without scenes.
     shown_as: the noun for what an image shows, and what a reply describes, such as 'board'.
     whole_answer: whether the whole text of an answer is one action; otherwise actions are separated in it.
@@ -123,6 +124,7 @@ class Game(abc.ABC):
   any_thread: ClassVar[bool] = False
   is_outside: ClassVar[bool] = False
   played_by_programs: ClassVar[bool] = False
+  server: ClassVar[str] = ''
   scene_kinds: ClassVar[tuple[str, ...]] = ()
   shown_as: ClassVar[str] = 'board'
   whole_answer: ClassVar[bool] = False

@@ -227,3 +227,19 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_before_anything_is_rea
 )
 def test_a_plan_that_cannot_be_made_is_refused_in_one_line(field, value, message):
   assert_refused(check_plan, small_config({field: value}), message)
+
+
+def test_tags_of_one_server_share_its_sessions(monkeypatch):
+  config = small_config(train__group_size=4, eval__group_size=2)
+  with config.unlocked():
+    for tag, address in (('A', 'x'), ('B', 'x/'), ('C', 'y')):
+      budget = {'max_turns': 1, 'max_actions': 1, 'max_actions_per_turn': 1, 'max_words': 9}
+      config.envs[tag] = {'type': 'openenv', 'url': f'http://{address}', 'task': 'Play.'} | budget
+  config.train.tags, config.train.tag_groups = ('A', 'B', 'C', 'FrozenLake'), (1, 2, 3, 4)
+  config.eval.tags, config.eval.tag_groups = ('B', 'FrozenLake'), (9, 1)
+  config.train.groups = config.eval.groups = 10
+  told = []
+  monkeypatch.setattr(checks, 'check_needs', lambda specs, episodes: told.append(episodes))
+  checks._check_needs(config, ('train', 'eval'))
+  checks._check_needs(config, ('eval',))
+  assert told == [{'A': 12, 'B': 18, 'C': 12, 'FrozenLake': 16}, {'B': 18, 'FrozenLake': 2}]

@@ -20,7 +20,7 @@ IMPORTED_BY_OTHERS = {'jinja2'}
 # Packages that are imported where a feature needs them, and come with another requirement or are installed by the user.
 OPTIONAL = {
   'anyio', 'bm25s', 'datasets', 'gymnasium', 'httpx2', 'huggingface_hub', 'math_verify', 'mcp', 'mcp_types', 'mlflow',
-  'pyarrow', 'reasoning_gym', 'textworld', 'trackio', 'wandb',
+  'pyarrow', 'pydantic', 'reasoning_gym', 'textworld', 'trackio', 'verifiers', 'wandb',
 }  # fmt: skip
 
 

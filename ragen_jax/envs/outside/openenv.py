@@ -131,6 +131,11 @@ class OpenEnvEnvironment(TextEnvironment):
       object.__setattr__(self, field, value)
     websockets_client()
 
+  @property
+  def server(self) -> str:
+    """The address, at which all tags share the sessions."""
+    return self.url.rstrip('/')
+
   # -- the server's description --------------------------------------------------------------------------------------
 
   def check(self) -> None:

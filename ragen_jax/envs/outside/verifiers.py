@@ -117,8 +117,6 @@ class VerifiersTasks(TextEnvironment):
     for field, taken, where in (('options', 'id', 'package'), ('environment', 'taskset', 'options')):
       if taken in getattr(self, field):
         raise ValueError(f'verifiers: {field} has {taken}, which is {where}; allowed: other fields')
-    if self.python and shutil.which(self.python) is None:
-      raise ValueError(f"verifiers: python={self.python!r}; allowed: a program, or '' for {sys.executable}")
 
   @property
   def settings(self) -> PackageSettings:
@@ -128,6 +126,8 @@ class VerifiersTasks(TextEnvironment):
 
   def check(self) -> None:
     """Starts the package and loads its tasks."""
+    if self.python and shutil.which(self.python) is None:
+      raise ValueError(f"verifiers: python={self.python!r}; allowed: a program, or '' for {sys.executable}")
     part = self.part
     _log.info('%s: %d tasks of %s, split=%s', self.package, len(part), len(self.connection.tasks), self.split)
 

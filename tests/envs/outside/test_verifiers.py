@@ -121,7 +121,7 @@ def play(made, answers, index=4, turns=3):
 )
 def test_options_that_are_not_allowed_are_refused_in_one_line(options, message):
   with pytest.raises(ValueError, match=message) as e:
-    make(**options)
+    make(**options).check()
   assert '\n' not in str(e.value)
 
 
