@@ -20,6 +20,8 @@ HELD_OUT = {
   'WebShopValidation': 'WebShop',
   'WebShopTest': 'WebShop',
   'VerifiersTest': 'Verifiers',
+  'ALFWorldSeen': 'ALFWorld',
+  'ALFWorldUnseen': 'ALFWorld',
   'NavigationValidation': 'Navigation',
   'NavigationTest': 'Navigation',
 }
@@ -623,6 +625,35 @@ def by_tag() -> ConfigDict:
   envs.WebShopValidation = _like(envs.WebShop, split='validation')
   # Goals that neither of the two plays.
   envs.WebShopTest = _like(envs.WebShop, split='test')
+  # Household tasks of ALFWorld in text, see docs/alfworld.md. RAGEN's tag has 10 actions.
+  envs.ALFWorld = ConfigDict(
+    {
+      'type': 'alfworld',
+      # Folder with the parts train, valid_seen and valid_unseen; '' for $ALFWORLD_DATA/json_2.1.1.
+      'path': '',
+      # The part that is played: 'train', 'valid_seen' (rooms of training) or 'valid_unseen' (other rooms).
+      'split': 'train',
+      # Types of tasks: 'pick_and_place_simple', 'look_at_obj_in_light', 'pick_clean_then_place_in_recep',
+      # 'pick_heat_then_place_in_recep', 'pick_cool_then_place_in_recep', 'pick_two_obj_and_place'; () for all.
+      'tasks': (),
+      # Whether each observation lists the possible commands.
+      'show_commands': True,
+      # Worker processes that play the episodes; at least 1.
+      'processes': 2,
+      # MiB that each process may write to; 0 for no limit.
+      'memory_mib': 4096,
+      # Seconds of a step or a reset.
+      'step_timeout_s': 120.0,
+      'max_turns': 50,
+      'max_actions': 50,
+      'max_actions_per_turn': 1,
+      'max_words': 100,
+    }
+  )
+  # New games in the rooms of training.
+  envs.ALFWorldSeen = _like(envs.ALFWorld, split='valid_seen')
+  # Games in rooms that training does not have.
+  envs.ALFWorldUnseen = _like(envs.ALFWorld, split='valid_unseen')
   for env in envs.values():
     env.update(OPTIONAL)
   return envs

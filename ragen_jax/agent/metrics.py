@@ -14,6 +14,7 @@ import numpy as np
 
 from ragen_jax.agent.episode import TRUNCATED, Episode, Status
 from ragen_jax.agent.world_model.formats import OBSERVATION, PREDICTION
+from ragen_jax.envs.base import OF
 
 
 def _always(episode: Episode) -> bool:
@@ -102,9 +103,13 @@ def k_values(group_size: int) -> list[int]:
   return sorted({2**i for i in range(group_size.bit_length())} | {group_size})
 
 
-def _reported(name: str) -> EpisodeMetric:
+def _reported(name: str, is_ratio: bool) -> EpisodeMetric:
   """A metric that an environment reports: of an episode, the sum over its actions, 0 if it reports nothing."""
-  return EpisodeMetric(lambda e: math.fsum(t.metrics.get(name, 0.0) for t in e.turns), _one)
+
+  def total(name: str) -> Callable[[Episode], float]:
+    return lambda e: math.fsum(t.metrics.get(name, 0.0) for t in e.turns)
+
+  return EpisodeMetric(total(name), total(name + OF) if is_ratio else _one)
 
 
 def is_reported(name: str) -> bool:
@@ -123,8 +128,9 @@ def metric_rows(episodes: Sequence[Episode], group_size: int) -> dict[str, tuple
     environment reports are included if it did so in one of the episodes, in the order of their names.
   """
   rows = {}
-  reported = sorted({name for e in episodes for turn in e.turns for name in turn.metrics})
-  for name, metric in (METRICS | {name: _reported(name) for name in reported}).items():
+  names = {name for e in episodes for turn in e.turns for name in turn.metrics}
+  reported = {name: _reported(name, name + OF in names) for name in sorted(names) if not name.endswith(OF)}
+  for name, metric in (METRICS | reported).items():
     if not metric.applies(episodes[0]):
       continue
     parts = ([part(e) for e in episodes] for part in (metric.numerator, metric.denominator))
@@ -152,7 +158,8 @@ def episode_metrics(episodes: list[Episode], group_size: int, prefix: str) -> di
     outside JAX or if an environment failed, `.../env_errors` (share of episodes whose environment failed).
     `.../format_correct` (share of replies that are of their form), if replies have one; if they describe states,
     `.../observation_score`, `.../prediction_score` and `.../state_reward` (mean over episodes). `.../NAME` for each
-    metric that the environment reports (mean over episodes of the sum over an episode's actions).
+    metric that the environment reports (mean over episodes of the sum over an episode's actions; of a ratio, the sum of
+    the numerators divided by that of the denominators).
   """
   metrics = {}
   left_out = {*_EVALUATION_ONLY, *(f'pass@{k}' for k in k_values(group_size)[:-1])}

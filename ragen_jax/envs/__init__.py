@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ragen_jax.envs.alfworld.environment import ALFWorldEnvironment
 from ragen_jax.envs.bandit import Bandit
 from ragen_jax.envs.base import Budget, Environment, Game
 from ragen_jax.envs.countdown import Countdown
@@ -54,6 +55,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'lean': LeanEnvironment,
   'webshop': WebShopEnvironment,
   'verifiers': VerifiersTasks,
+  'alfworld': ALFWorldEnvironment,
 }
 
 __all__ = [

@@ -28,6 +28,11 @@ from ragen_jax.envs.drawing.tiles import IMAGE_MARK, PICTURE_TILE, check_tile, c
 from ragen_jax.envs.scenes import BOARD, Scene, Vocabulary
 
 
+# An environment outside JAX may report a ratio: the metric of its name has the numerator, and that of its name with this
+# ending the denominator.
+OF = '/of'
+
+
 @struct.dataclass
 class State:
   """The arrays that every state has; environments add their own.

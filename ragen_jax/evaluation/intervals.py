@@ -35,6 +35,8 @@ def bootstrap(numerators: np.ndarray, denominators: np.ndarray) -> tuple[np.ndar
   too narrow for few levels. They are therefore expanded by the ratio of Student's t to the normal distribution
   ("expanded percentile" interval, Hesterberg 2015, arXiv 1411.5279).
 
+  Draws in which the denominator is 0, such as those without any level of a rare kind, are left out.
+
   Returns (low, high), f64[metrics] each; NaN for a single level or a denominator of 0.
   """
   levels, metrics = numerators.shape
@@ -50,8 +52,13 @@ def bootstrap(numerators: np.ndarray, denominators: np.ndarray) -> tuple[np.ndar
     with np.errstate(invalid='ignore', divide='ignore'):
       ratios.append((weights @ numerators) / (weights @ denominators))
   tail = stats.norm.cdf(math.sqrt(levels / (levels - 1)) * stats.t.ppf(_TAIL, levels - 1))
-  low, high = np.quantile(np.concatenate(ratios), [tail, 1 - tail], axis=0)
-  return low, high
+  return tuple(np.stack([_quantiles(drawn, tail) for drawn in np.concatenate(ratios).T], axis=1))
+
+
+def _quantiles(drawn: np.ndarray, tail: float) -> np.ndarray:
+  """f64[2], the quantiles at both tails of the ratios that are known; NaN if none is."""
+  known = drawn[~np.isnan(drawn)]
+  return np.quantile(known, [tail, 1 - tail]) if known.size else np.full((2,), np.nan)
 
 
 def _bound_without_successes(levels: int) -> float:

@@ -19,8 +19,8 @@ STARTED_BY_USERS = {'tensorboard'}
 IMPORTED_BY_OTHERS = {'jinja2'}
 # Packages that are imported where a feature needs them, and come with another requirement or are installed by the user.
 OPTIONAL = {
-  'anyio', 'bm25s', 'datasets', 'gymnasium', 'httpx2', 'huggingface_hub', 'math_verify', 'mcp', 'mcp_types', 'mlflow',
-  'pyarrow', 'pydantic', 'reasoning_gym', 'textworld', 'trackio', 'verifiers', 'wandb',
+  'anyio', 'bm25s', 'datasets', 'fast_downward', 'gymnasium', 'httpx2', 'huggingface_hub', 'math_verify', 'mcp',
+  'mcp_types', 'mlflow', 'pyarrow', 'pydantic', 'reasoning_gym', 'textworld', 'trackio', 'verifiers', 'wandb',
 }  # fmt: skip
 
 
@@ -104,7 +104,11 @@ def test_the_lock_is_made_from_all_that_users_install():
   tool = _lock_page()
   files = {path.name for path in ROOT.glob('requirements*.txt')}
   assert sorted(tool.RANGES) == sorted(
-    files - {f'requirements-{x}.txt' for x in ('dev', 'aot', 'data', 'openenv', 'textworld', 'trackers', 'verifiers')}
+    files
+    - {
+      f'requirements-{x}.txt'
+      for x in ('alfworld', 'aot', 'data', 'dev', 'openenv', 'textworld', 'trackers', 'verifiers')
+    }
   )
   (command,) = re.findall('^#   uv pip compile (.*)$', tool.LOCK.read_text(), flags=re.MULTILINE)
   assert [word for word in command.split() if word.endswith('.txt')] == list(tool.RANGES)

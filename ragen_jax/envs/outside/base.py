@@ -22,7 +22,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from ragen_jax.envs.base import Game
+from ragen_jax.envs.base import OF, Game
 from ragen_jax.envs.outside.images import ImageForm, ImageObservation, read_image_observation, read_text
 from ragen_jax.utils.errors import one_line, short
 from ragen_jax.utils.threads import Fault, attempt
@@ -167,7 +167,7 @@ class TextStep:
 
   Attributes:
     effective: whether the action changed anything; None if the environment does not say.
-    metrics: the environment's own measurements of this action, by name.
+    metrics: the environment's own measurements of this action, by name; a ratio has two, see `envs.base.OF`.
   """
 
   observation: str | ImageObservation
@@ -212,22 +212,27 @@ def read_reward(raw: Any, what: str = 'reward') -> float | Fault:
 
 
 def _read_metrics(raw: Any) -> dict[str, float] | Fault:
-  """Checked measurements, from a mapping of names in snake case to numbers."""
+  """Checked measurements, from a mapping of names in snake case to numbers, or to a numerator and a denominator.
+
+  The denominator has the name of the ratio with the ending `OF`.
+  """
   if not isinstance(raw, Mapping):
     return Fault('metrics are not a mapping', short(raw))
   found: dict[str, float] = {}
   for name, value in raw.items():
-    if len(found) == _MOST_METRICS:
+    if len(found) >= _MOST_METRICS:
       return Fault(f'step reports more than {_MOST_METRICS} metrics')
     if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
       return Fault('the name of a metric is not in snake case, of at most 64 characters', short(name))
     name = str.__str__(name)
-    number = read_reward(value, f'metric {name}') if isinstance(value, numbers.Real | np.bool_) else None
-    if number is None:
-      return Fault(f'metric {name} is not a number', short(value))
-    if isinstance(number, Fault):
-      return number
-    found[name] = number
+    parts = value if isinstance(value, tuple | list) and len(value) == 2 else (value,)
+    for key, part in zip((name, name + OF), parts, strict=False):
+      if not isinstance(part, numbers.Real | np.bool_):
+        return Fault(f'metric {name} is not a number', short(value))
+      number = read_reward(part, f'metric {name}')
+      if isinstance(number, Fault):
+        return number
+      found[key] = number
   return found
 
 
@@ -254,7 +259,7 @@ def read_step(raw: Any, form: ImageForm | None = None) -> TextStep | Fault:
   """The checked result of a step: a `Fault`, or (observation, reward, done, info).
 
   `info` is the success as a bool, or a mapping with 'success' (needed once the game is over), perhaps 'effective', and
-  perhaps 'metrics': finite numbers by names in snake case.
+  perhaps 'metrics': finite numbers, or pairs of them for ratios, by names in snake case.
   """
   step, fault = attempt(functools.partial(_read_step, raw, form), 'reading a step')
   return fault or step

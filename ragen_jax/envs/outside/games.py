@@ -1,4 +1,4 @@
-"""The objects that rows of a Python class, Gymnasium or TextWorld play with, in this process or in worker processes.
+"""The objects that rows of a Python class, Gymnasium, TextWorld or ALFWorld play with, in this process or in worker processes.
 
 A worker process loads this file by its path, and not as a part of its package, because `ragen_jax.envs` loads JAX. Of
 this package it may import `ragen_jax.utils` only.
@@ -260,10 +260,10 @@ def _flag(name: str, value: Any) -> bool:
 # -- TextWorld ---------------------------------------------------------------------------------------------------------
 
 
-def _textworld_games(**settings: Any) -> Any:
-  """The games of envs/textworld, whose file is loaded by its path too."""
-  file = pathlib.Path(__file__).parents[1] / 'textworld' / 'games.py'
-  return import_object('textworld', f'{file}:TextWorldGames')(**settings)
+def _games_of(kind: str, cls: str) -> Callable[..., Any]:
+  """Makes the games of a folder of `envs`, whose file is loaded by its path too."""
+  file = pathlib.Path(__file__).parents[1] / kind / 'games.py'
+  return lambda **settings: import_object(kind, f'{file}:{cls}')(**settings)
 
 
 # -- in a worker process -----------------------------------------------------------------------------------------------
@@ -273,15 +273,18 @@ class Rows:
   """The games of a worker process, of the rows of several sessions. A game is made at the first reset of its row."""
 
   _KINDS: Mapping[str, Callable[..., Any]] = {
-    'python': PythonGames, 'gymnasium': GymnasiumGames, 'textworld': _textworld_games
-  }  # fmt: skip
+    'python': PythonGames,
+    'gymnasium': GymnasiumGames,
+    'textworld': _games_of('textworld', 'TextWorldGames'),
+    'alfworld': _games_of('alfworld', 'ALFWorldGames'),
+  }
 
   def __init__(self, kind: str, settings: Mapping[str, Any], info_keys: Sequence[str]):
     """Loads the user's code.
 
     Args:
       kind: type of the environment.
-      settings: arguments of `PythonGames`, `GymnasiumGames` or `TextWorldGames`.
+      settings: arguments of `PythonGames`, `GymnasiumGames`, `TextWorldGames` or `ALFWorldGames`.
       info_keys: what the parent reads of the last value of a step, if it is a mapping; the rest may not be plain.
     """
     self._info_keys, self._problem = tuple(info_keys), ''

@@ -252,3 +252,29 @@ class ProcessSession(Session):
 
   def _lost(self, worker: Worker) -> Fault:
     return Fault(games.LOST, worker.last_end)
+
+
+class IndexedSession(Session):
+  """A session that numbers games by their index in a list, in place of the seeds of levels."""
+
+  def __init__(self, session: Session, index: Callable[[int], int]):
+    """Args: the session of the processes, and the function from a seed to the index of its game."""
+    self._session, self._index = session, index
+
+  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
+    return self._session.reset(rows, [self._index(seed) for seed in seeds], members)
+
+  def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
+    return self._session.step(rows, actions)
+
+  def expert(self, rows: Sequence[int]) -> list[Any]:
+    return self._session.expert(rows)
+
+  def rationale(self, rows: Sequence[int]) -> list[Any]:
+    return self._session.rationale(rows)
+
+  def legal_actions(self, rows: Sequence[int]) -> list[Any]:
+    return self._session.legal_actions(rows)
+
+  def end(self) -> None:
+    self._session.end()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.dataset import selection
@@ -19,8 +18,8 @@ from ragen_jax.envs.options import (
   check_share,
   check_text,
 )
-from ragen_jax.envs.outside.base import Session, TextEnvironment
-from ragen_jax.envs.outside.processes import GameProcesses, game_processes
+from ragen_jax.envs.outside.base import TextEnvironment
+from ragen_jax.envs.outside.processes import GameProcesses, IndexedSession, game_processes
 from ragen_jax.envs.textworld import library
 
 REWARDS = ('score', 'win')
@@ -167,31 +166,5 @@ class TextWorldEnvironment(TextEnvironment):
     library.check_package()
     self._processes.describe('textworld: the package textworld')
 
-  def open(self, rows: int) -> TextWorldSession:
-    return TextWorldSession(self._processes.open(rows), self._index)
-
-
-class TextWorldSession(Session):
-  """The rows of worker processes, which number games by their index in place of the seeds of levels."""
-
-  def __init__(self, session: Session, index: Any):
-    """Args: the session of the processes, and the function from a seed to the index of its game."""
-    self._session, self._index = session, index
-
-  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
-    return self._session.reset(rows, [self._index(seed) for seed in seeds], members)
-
-  def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    return self._session.step(rows, actions)
-
-  def expert(self, rows: Sequence[int]) -> list[Any]:
-    return self._session.expert(rows)
-
-  def rationale(self, rows: Sequence[int]) -> list[Any]:
-    return self._session.rationale(rows)
-
-  def legal_actions(self, rows: Sequence[int]) -> list[Any]:
-    return self._session.legal_actions(rows)
-
-  def end(self) -> None:
-    self._session.end()
+  def open(self, rows: int) -> IndexedSession:
+    return IndexedSession(self._processes.open(rows), self._index)
