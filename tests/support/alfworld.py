@@ -14,7 +14,7 @@ from typing import Any
 PLACES = {'Cabinet': (2, True), 'CounterTop': (1, False), 'Fridge': (1, True), 'Microwave': (1, True), 'Desk': (1, False)}
 _BASIN = 'Sink_bar_1_bar_SinkBasin'
 _LAMP = 'DeskLamp_bar_1'
-# Type of a task: its words, its goal, and the commands that fulfil it from the start, in the room number 0.
+# Type of a task: its words, and its goal.
 _MUGS, _APPLE = ('(objectType ?m MugType)', '(objectType ?n MugType) (not (= ?m ?n))'), '(objectType ?o AppleType)'
 
 
@@ -51,7 +51,7 @@ def problem(task: str, number: int, *, name: str = 'room', cabinets: int = 2) ->
     for i in range(cabinets if kind == 'Cabinet' else count)
   }
   places[_BASIN] = ('SinkBasinType', False)
-  spots = ['Cabinet_bar_1', 'CounterTop_bar_1', 'Microwave_bar_1', 'Cabinet_bar_2', _BASIN]
+  spots = [place for _, place, _ in _SPOTS]
   things = {
     'Apple_bar_1': ('AppleType', spots[number % 5]),
     'Mug_bar_1': ('MugType', spots[(number + 1) % 5]),
@@ -78,6 +78,47 @@ def problem(task: str, number: int, *, name: str = 'room', cabinets: int = 2) ->
     f'(define (problem {name}) (:domain alfred)\n(:objects {" ".join(objects)})\n'
     f'(:init\n{chr(10).join(facts)}\n)\n(:goal {TASKS[task][1]})\n(:metric minimize (total-cost)))\n'
   )
+
+
+# Where things are: the name of the place, its id, and whether it is opened first.
+_SPOTS = (
+  ('cabinet 2', 'Cabinet_bar_1', True), ('countertop 1', 'CounterTop_bar_1', False),
+  ('microwave 1', 'Microwave_bar_1', True), ('cabinet 1', 'Cabinet_bar_2', True), ('sinkbasin 1', _BASIN, False),
+)  # fmt: skip
+_OFFSETS = {'apple 1': 0, 'mug 2': 1, 'mug 1': 3}
+
+
+def fetch(thing: str, number: int) -> list[str]:
+  """The commands that get a thing of a room, as the package alfworld names it."""
+  place, _, opens = _SPOTS[(number + _OFFSETS[thing]) % 5]
+  return ['look', f'go to {place}', *[f'open {place}'] * opens, f'take {thing} from {place}']
+
+
+def _bring(thing: str, to: str) -> list[str]:
+  return [f'go to {to}', *[f'open {to}'] * (to == 'fridge 1'), f'move {thing} to {to}']
+
+
+def _with(verb: str, thing: str, place: str) -> list[str]:
+  return [f'go to {place}', f'{verb} {thing} with {place}']
+
+
+# Type of a task: the commands that fulfil it in the room of a number.
+WALKTHROUGHS = {
+  'pick_and_place_simple': lambda i: [*fetch('mug 2', i), *_bring('mug 2', 'desk 1')],
+  'look_at_obj_in_light': lambda i: [*fetch('apple 1', i), 'go to desk 1', 'use desklamp 1'],
+  'pick_clean_then_place_in_recep': lambda i: [
+    *fetch('apple 1', i), *_with('clean', 'apple 1', 'sinkbasin 1'), *_bring('apple 1', 'fridge 1')
+  ],
+  'pick_heat_then_place_in_recep': lambda i: [
+    *fetch('apple 1', i), *_with('heat', 'apple 1', 'microwave 1'), *_bring('apple 1', 'desk 1')
+  ],
+  'pick_cool_then_place_in_recep': lambda i: [
+    *fetch('mug 1', i), *_with('cool', 'mug 1', 'fridge 1'), *_bring('mug 1', 'desk 1')
+  ],
+  'pick_two_obj_and_place': lambda i: [
+    *fetch('mug 1', i), *_bring('mug 1', 'desk 1'), *fetch('mug 2', i)[1:], *_bring('mug 2', 'desk 1')
+  ],
+}  # fmt: skip
 
 
 def write_game(
