@@ -20,8 +20,10 @@ from ragen_jax.utils.errors import describe_error
 INSTALL = 'pip install -r requirements-alfworld.txt'
 _TASK = re.compile(r'^Your task is to: .*$', re.MULTILINE)
 _TRANSLATIONS = 64  # games whose translation a process keeps
-# Facts that only say what was looked at, and where the player is.
+# Facts that only say what was looked at; those that follow from the others, which the engine adds during play; where
+# the player is; and what is open.
 _LOOKED_AT = ('checked', 'examined')
+_IMPLIED = ('not_', 'new-axiom@')
 _WHERE = 'atlocation'
 _OPEN = 'opened'
 _OTHER = 'other'
@@ -174,7 +176,7 @@ class ALFWorldGame:
   def _look(self, state: Any) -> None:
     self._state = state
     self._commands = {_spelling(x): x for x in state.admissible_commands}
-    self._facts = frozenset(x for x in state['_facts'] if x.name not in _LOOKED_AT)
+    self._facts = frozenset(x for x in state['_facts'] if x.name not in _LOOKED_AT and not x.name.startswith(_IMPLIED))
 
   def _observation(self, text: str) -> str:
     if self._done or not self._games.shows_commands:
