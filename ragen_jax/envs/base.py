@@ -27,9 +27,8 @@ from flax import struct
 from ragen_jax.envs.drawing.tiles import IMAGE_MARK, PICTURE_TILE, check_tile, compose
 from ragen_jax.envs.scenes import BOARD, Scene, Vocabulary
 
-
-# An environment outside JAX may report a ratio: the metric of its name has the numerator, and that of its name with this
-# ending the denominator.
+# An environment outside JAX may report a ratio: the metric of its name has the numerator, and that of its name with
+# this ending the denominator.
 OF = '/of'
 
 

@@ -49,6 +49,8 @@ _TAGS = [
   for tag, options in default.get_config().envs.items()
   if options.type not in ('agent', 'dataset', 'textworld', 'lean', 'webshop')
 ]
+_NOT_HERE = ('agent', 'alfworld', 'dataset', 'textworld')
+_TAGS = [tag for tag, options in default.get_config().envs.items() if options.type not in _NOT_HERE]
 
 
 def texts_of(tag: str, tokenizer) -> list:

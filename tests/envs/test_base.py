@@ -28,7 +28,9 @@ ACTIONS = {
 def test_every_type_in_jax_is_tested_here():
   assert {name for name, cls in envs.TYPES.items() if not cls.is_outside} == set(ACTIONS)
   outside = {name for name, cls in envs.TYPES.items() if cls.is_outside}
-  assert outside == {'python', 'gymnasium', 'http', 'openenv', 'agent', 'dataset', 'textworld', 'lean', 'webshop'}
+  assert outside == {
+    'python', 'gymnasium', 'http', 'openenv', 'agent', 'dataset', 'textworld', 'alfworld', 'lean', 'webshop', 'verifiers'
+  }  # fmt: skip
 
 
 @pytest.mark.parametrize('name', ACTIONS)

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 # Things to put things in, by kind: how many there are, and whether they are opened and closed.
-PLACES = {'Cabinet': (2, True), 'CounterTop': (1, False), 'Fridge': (1, True), 'Microwave': (1, True), 'Desk': (1, False)}
+PLACES = {
+  'Cabinet': (2, True),
+  'CounterTop': (1, False),
+  'Fridge': (1, True),
+  'Microwave': (1, True),
+  'Desk': (1, False),
+}
 _BASIN = 'Sink_bar_1_bar_SinkBasin'
 _LAMP = 'DeskLamp_bar_1'
 # Type of a task: its words, and its goal.
@@ -65,7 +71,11 @@ def problem(task: str, number: int, *, name: str = 'room', cabinets: int = 2) ->
     facts += [f'(receptacleAtLocation {place} {at[place]})', f'(receptacleType {place} {kind})']
     facts += [f'(openable {place})'] * opens
   for thing, (kind, place) in things.items():
-    facts += [f'(objectType {thing} {kind})', f'(inReceptacle {thing} {place})', f'(objectAtLocation {thing} {at[place]})']
+    facts += [
+      f'(objectType {thing} {kind})',
+      f'(inReceptacle {thing} {place})',
+      f'(objectAtLocation {thing} {at[place]})',
+    ]
     able = ('toggleable',) if thing == _LAMP else ('pickupable', 'cleanable', 'heatable', 'coolable')
     facts += [f'({x} {thing})' for x in able]
   facts += [f'(canContain {place} {kind})' for place in sorted(kinds_of_places) for kind in sorted(kinds)]
@@ -122,7 +132,13 @@ WALKTHROUGHS = {
 
 
 def write_game(
-  split: pathlib.Path, task: str, number: int, *, walkthrough: Sequence[str] | None = None, trial: str = '', **changes: Any
+  split: pathlib.Path,
+  task: str,
+  number: int,
+  *,
+  walkthrough: Sequence[str] | None = None,
+  trial: str = '',
+  **changes: Any,
 ) -> str:
   """Writes the files of a game into a folder of its own; returns the path of the game file.
 
@@ -185,7 +201,9 @@ DOMAIN = (
     'putobject', _THING, f'{_HOLDING} {_OPEN}',
     '(inReceptacle ?o ?r) (objectAtLocation ?o ?l) (not (holds ?a ?o)) (not (holdsAny ?a)) (increase (total-cost) 1)',
   )
-  + _action('cleanobject', _THING, f'{_HOLDING} (receptacleType ?r SinkBasinType)', '(isClean ?o) (increase (total-cost) 1)')
+  + _action(
+    'cleanobject', _THING, f'{_HOLDING} (receptacleType ?r SinkBasinType)', '(isClean ?o) (increase (total-cost) 1)'
+  )
   + _action(
     'heatobject', _THING, f'{_HOLDING} (heatable ?o) (receptacleType ?r MicrowaveType)',
     '(isHot ?o) (not (isCool ?o)) (increase (total-cost) 1)',
@@ -194,7 +212,9 @@ DOMAIN = (
     'coolobject', _THING, f'{_HOLDING} (coolable ?o) (receptacleType ?r FridgeType)',
     '(isCool ?o) (not (isHot ?o)) (increase (total-cost) 1)',
   )
-  + _action('toggleobject', _THING, f'{_HERE} (toggleable ?o) (inReceptacle ?o ?r)', '(isToggled ?o) (increase (total-cost) 1)')
+  + _action(
+    'toggleobject', _THING, f'{_HERE} (toggleable ?o) (inReceptacle ?o ?r)', '(isToggled ?o) (increase (total-cost) 1)'
+  )
   + ')\n'
 )  # fmt: skip
 
@@ -203,9 +223,10 @@ DOMAIN = (
 _INSIDE = "[{o.indefinite + ' ' + o.name | inreceptacle(o:object, r:receptacle)}]"
 _RULES = {
   'intro': [{'rhs': '#around#\n\nYour task is to: UNKNOWN GOAL.'}],
-  'around': [{'rhs': "You stand in a room. There is [{r.indefinite + ' ' + r.name | receptacleatlocation(r:receptacle, l:location)}]."}],
+  'around': [{'rhs': "You stand in a room. There is #places#."}],
+  'places': [{'rhs': "[{r.indefinite + ' ' + r.name | receptacleatlocation(r:receptacle, l:location)}]"}],
   'contents': [
-    {'condition': 'openable(r:receptacle) & opened(r:receptacle)', 'rhs': f'In the open {{r.name}} there is {_INSIDE}.'},
+    {'condition': 'openable(r:receptacle) & opened(r:receptacle)', 'rhs': f'The open {{r.name}} has {_INSIDE}.'},
     {'condition': 'openable(r:receptacle)', 'rhs': 'The {r.name} is shut.'},
     {'rhs': f'On the {{r.name}} there is {_INSIDE}.'},
   ],

@@ -199,7 +199,7 @@ class ALFWorldGame:
     return advice if advice and _spelling(advice[0]) in self._commands else []
 
   def _plan(self) -> tuple[list[str], list[str]]:
-    """The command that leads back to where the walkthrough goes on, if it is needed, and the rest of the walkthrough."""
+    """The command that leads back to where the walkthrough goes on, if it is needed, and its rest."""
     there, here = _by_name(self._facts_there), _by_name(self._facts)
     if self._done or there[_OTHER] != here[_OTHER] or not there[_OPEN] <= here[_OPEN]:
       return [], []

@@ -10,7 +10,8 @@ from ragen_jax.envs.alfworld.games import name_things
 
 IDS = [
   'desk_bar__plus_01_dot_50_bar_1', 'desk_bar__minus_01_dot_50_bar_1', 'desk_bar__plus_00_dot_10_bar_2',
-  'sink_bar__plus_01_bar_sinkbasin', 'sink_bar__minus_01_bar_2_bar_sinkbasin', 'sink_bar_3', 'bathtub_bar_1_bar_bathtubbasin',
+  'sink_bar__plus_01_bar_sinkbasin', 'sink_bar__minus_01_bar_2_bar_sinkbasin', 'sink_bar_3',
+  'bathtub_bar_1_bar_bathtubbasin',
   'basin_bar_1', 'mug_bar_1', 'mug_bar_10', 'mug_bar_2', 'agent1', 'loc_bar_1',
 ]  # fmt: skip
 

@@ -96,7 +96,9 @@ def test_bad_files_are_named_in_one_line(tmp_path):
   with raises_one_line(r"^alfworld: path='.*': '.*valid_seen' is no folder; alfworld-download makes it, see docs/"):
     find(tmp_path, 'valid_seen')
   (tmp_path / 'train').mkdir()
-  with raises_one_line(r"has 0 games of tasks=\('pick_two_obj_and_place',\) among 0 files game\.tw-pddl; allowed: from"):
+  with raises_one_line(
+    r"has 0 games of tasks=\('pick_two_obj_and_place',\) among 0 files game\.tw-pddl; allowed: from"
+  ):
     find(tmp_path, tasks=('pick_two_obj_and_place',))
   game = pathlib.Path(write_game(tmp_path / 'train', library.TASKS[0], 0))
   good = game.read_text()
