@@ -29,5 +29,7 @@ def get_config(model: str = ''):
     config.agent.max_response_tokens = 64
     config.train.groups = 2
     config.train.group_size = 4
+    config.optimizer.mini_batch_size = 8
+    config.optimizer.micro_batch_size = 8
     config.eval.groups = 4
   return config
