@@ -50,6 +50,7 @@ def _step(metrics):
   [
     ({'f1': 0.5, 'a_2': np.float32(2), 'hit': True, 'n': np.int64(3), 'no': np.bool_(False)},
      {'f1': 0.5, 'a_2': 2.0, 'hit': 1.0, 'n': 3.0, 'no': 0.0}),
+    ({'heat': (1, np.int64(4)), 'f1': 0.5}, {'heat': 1.0, 'heat/of': 4.0, 'f1': 0.5}),
     ({}, {}),
     (None, {}),
   ],
@@ -75,7 +76,8 @@ class Name(str):
     ('f1', 'metrics are not a mapping'),
     *(({name: 1}, 'the name of a metric is not in snake case, of at most 64 characters')
       for name in ('F1', 'a-b', 'a/b', '1a', '_a', '', 'a b', 'a\n', 'é', 'a' * 65, 3, None)),
-    *(({'f1': value}, 'metric f1 is not a number') for value in ('1', None, 1j, [1], np.ones(1))),
+    *(({'f1': value}, 'metric f1 is not a number') for value in ('1', None, 1j, [1], np.ones(1), (1, 2, 3), (1, '2'))),
+    ({'f1': (1, math.inf)}, 'metric f1 is not within 1e+15'),
     *(({'f1': value}, 'metric f1 is not within 1e+15') for value in (math.nan, -math.inf, 2e15, 10**400)),
     ({f'm{i}': 1 for i in range(65)}, 'step reports more than 64 metrics'),
   ],
@@ -95,6 +97,32 @@ def test_a_local_session_carries_them():
   session.reset([0, 1], [0, 0], [0, 1])
   steps = [read_step(x) for x in session.step([0, 1], ['2', '2'])]
   assert [step.metrics for step in steps] == [{}, {'f1': 0.5, 'searches': 1.0}]
+
+
+class Ratio(Graded):
+  def step(self, action):
+    return 'go', 1.0, False, {'metrics': {'heat': (int(action), 4)}}
+
+
+@pytest.mark.parametrize('processes', [0, 1])
+def test_a_ratio_passes_through_sessions(processes):
+  options = {'class_path': f'{__name__}:Ratio', 'processes': processes}
+  session = registry.make('python', options).open(1)
+  session.reset([0], [0], [0])
+  assert read_step(session.step([0], ['2'])[0]).metrics == {'heat': 2.0, 'heat/of': 4.0}
+
+
+def test_a_ratio_counts_only_what_reports_it():
+  reports = [{'heat': 1.0, 'heat/of': 1.0, 'f1': 0.5}, {}, {'heat': 0.0, 'heat/of': 3.0}, {}]
+  episodes = [
+    Episode('A', i, i, [Turn('', '', ['a'], (1.0,), 0.0, True, 1, metrics=x)], status=Status.SUCCESS, outside=True)
+    for i, x in enumerate(reports)
+  ]
+  found = episode_metrics(episodes, 1, 'val')
+  assert found['val/A/heat'] == 0.25 and found['val/A/f1'] == 0.125 and 'val/A/heat/of' not in found
+  heat = level_intervals(episodes, 1)['heat']
+  # Draws without any level that reports it are left out.
+  assert heat.mean == 0.25 and heat.low == 0.0 and heat.high == 1.0
 
 
 def _play(tiny, answers, size=2):

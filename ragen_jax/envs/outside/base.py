@@ -177,6 +177,12 @@ class TextStep:
   effective: bool | None = None
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+  @property
+  def reported(self) -> dict[str, float | tuple[float, float]]:
+    """The metrics as `read_step` reads them."""
+    numbers_of = {name: x for name, x in self.metrics.items() if not name.endswith(OF)}
+    return {name: (x, self.metrics[name + OF]) if name + OF in self.metrics else x for name, x in numbers_of.items()}
+
 
 def read_observation(raw: Any, form: ImageForm | None = None) -> str | ImageObservation | Fault:
   """A checked observation, see `read_text` and `read_image_observation`.

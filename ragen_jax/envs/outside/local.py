@@ -110,7 +110,7 @@ def _play(game: Any, action: str, form: ImageForm | None) -> Any:
   read = read_step(game.step(action), form)
   if isinstance(read, Fault):
     return read
-  info = {'success': read.success, 'effective': read.effective, 'metrics': read.metrics}
+  info = {'success': read.success, 'effective': read.effective, 'metrics': read.reported}
   return _plain_observation(read.observation), read.reward, read.done, info
 
 
