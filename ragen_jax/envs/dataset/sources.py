@@ -80,7 +80,7 @@ def check_file(path: str, kind: str = 'dataset') -> os.stat_result:
 
 def _object(row: Any, place: str) -> Row:
   if not isinstance(row, Mapping):
-    raise ValueError(f'{place} is {short(row)}; allowed: an object, with a question and its answer as fields')
+    raise ValueError(f'{place} is {short(row)}; allowed: an object with fields')
   return place, row
 
 
