@@ -22,6 +22,7 @@ HELD_OUT = {
   'VerifiersTest': 'Verifiers',
   'ALFWorldSeen': 'ALFWorld',
   'ALFWorldUnseen': 'ALFWorld',
+  'SVGTest': 'SVG',
   'NavigationValidation': 'Navigation',
   'NavigationTest': 'Navigation',
 }
@@ -654,6 +655,54 @@ def by_tag() -> ConfigDict:
   envs.ALFWorldSeen = _like(envs.ALFWorld, split='valid_seen')
   # Games in rooms that training does not have.
   envs.ALFWorldUnseen = _like(envs.ALFWorld, split='valid_unseen')
+  # Pictures to draw again with an SVG program, for models that read images, see docs/svg.md.
+  envs.SVG = ConfigDict(
+    {
+      'type': 'svg',
+      # Drawings of your own: a folder of .svg files, a pattern, or a .jsonl, .json or .parquet file; '' makes targets.
+      'path': '',
+      # Name of the field with the drawing's text in the rows of such a file.
+      'field': 'svg',
+      # Drawings that cannot be drawn here: 'drop' them and log their number, or 'refuse' the source.
+      'bad_drawings': 'drop',
+      # Minimum number of shapes of a target that is made.
+      'min_shapes': 1,
+      # Maximum number of its shapes, up to 12.
+      'max_shapes': 3,
+      # Its shapes: 'rect', 'circle', 'ellipse', 'line', 'polygon', 'path'.
+      'kinds': ('rect', 'circle', 'ellipse', 'line', 'polygon'),
+      # Its colours, by name.
+      'colours': ('red', 'green', 'blue', 'gold', 'purple', 'orange', 'black', 'gray'),
+      # Whether shapes may overlap.
+      'overlap': True,
+      # Whether a third of the shapes are outlines.
+      'outlines': False,
+      # Coordinates are multiples of 1, 2, 5 or 10, on a canvas of 100 x 100.
+      'grid': 5,
+      # Which part of the targets is played: 'all', 'train' or 'test'; they have no picture in common.
+      'split': 'train',
+      # Share of the targets that make the test part.
+      'test_share': 0.1,
+      # Pictures of an observation: 2 for target and drawing, 1 for the target and later only the drawing, as in VAGEN.
+      'images': 2,
+      # Height and width of a picture in pixels, which are equal; 16 to 512.
+      'image_size': (256, 256),
+      # Weights of the parts of the score.
+      'weights': {'pixels': 0.5, 'edges': 0.3, 'colours': 0.2},
+      # What is paid: 'best' for what a drawing adds to the best score, 'each' for each score, as in VAGEN.
+      'pay': 'best',
+      # Reward of a score of 1.
+      'score_reward': 1.0,
+      # Score from which an episode is won, and over.
+      'success_score': 0.95,
+      'max_turns': 3,
+      'max_actions': 3,
+      'max_actions_per_turn': 1,
+      'max_words': 300,
+    }
+  )
+  # Pictures that training does not play.
+  envs.SVGTest = _like(envs.SVG, split='test')
   for env in envs.values():
     env.update(OPTIONAL)
   return envs

@@ -150,9 +150,13 @@ class OutsidePool(Pool):
     return [None if isinstance(x, Fault) else x for x in found]
 
   def picture(self, row: int) -> np.ndarray | None:
-    """The first image of the observation; None for text alone."""
+    """The images of the observation side by side, with a grey line between them; None for text alone."""
     seen = self._seen[row]
-    return seen.images[0] if isinstance(seen, ImageObservation) else None
+    if not isinstance(seen, ImageObservation):
+      return None
+    line = np.full((seen.images[0].shape[0], 2, 3), 128, np.uint8)
+    parts = [part for image in seen.images for part in (line, image)]
+    return np.concatenate(parts[1:], axis=1) if len(seen.images) > 1 else seen.images[0]
 
   def legal_actions(self) -> list[list[str]]:
     if self.spec.env.action_words:

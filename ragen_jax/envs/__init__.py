@@ -30,6 +30,7 @@ from ragen_jax.envs.outside.verifiers import VerifiersTasks
 from ragen_jax.envs.rubik import Rubik2x2
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
+from ragen_jax.envs.svg.environment import SvgEnvironment
 from ragen_jax.envs.textworld.environment import TextWorldEnvironment
 from ragen_jax.envs.webshop.environment import WebShopEnvironment
 from ragen_jax.utils.errors import did_you_mean, one_line
@@ -56,6 +57,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'webshop': WebShopEnvironment,
   'verifiers': VerifiersTasks,
   'alfworld': ALFWorldEnvironment,
+  'svg': SvgEnvironment,
 }
 
 __all__ = [

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import ClassVar, TextIO
 
@@ -19,12 +21,14 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
 from ragen_jax.agent.episode import Episode, Status, TextReply, Turn
 from ragen_jax.agent.episode_log import EpisodeLog
+from ragen_jax.agent.image_observations import shows_images
 from ragen_jax.agent.speakers import SolverSpeaker, written_reply
 from ragen_jax.agent.templates import describe_task, format_reward
 from ragen_jax.build_environments import check_needs
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.files import encode_png
 
 _ENDINGS = {
   Status.SUCCESS: 'Won',
@@ -120,7 +124,8 @@ class Person:
   def __init__(self, proxy: AgentProxy, stdin: TextIO, stdout: TextIO):
     """Shows nothing before the first turn."""
     (self._spec,) = proxy.envs.specs
-    self._context = proxy.context
+    self._envs, self._context = proxy.envs, proxy.context
+    self._picture: pathlib.Path | None = None  # the file with what an environment of images shows
     self._stdin, self._stdout = stdin, stdout
     self._solver = SolverSpeaker()
     self._typed = 0  # number of typed actions in the last turn
@@ -133,8 +138,9 @@ class Person:
       return None
     prompt = log.prompts([0], room=sys.maxsize)[0]
     self.conversation = [*([] if prompt.fresh else self.conversation), *prompt.ids]
-    self._stdout.write(self._outcome(log.past(0)) + self._state(log))
-    names = self._ask(self._state(log), lambda: self._hint(log))
+    state = self._state(log) + self._shown()
+    self._stdout.write(self._outcome(log.past(0)) + state)
+    names = self._ask(state, lambda: self._hint(log))
     if names is None:
       log.leave(0, Status.ABANDONED)
       return None
@@ -146,7 +152,7 @@ class Person:
 
   def after_the_end(self, episode: Episode, best: float) -> None:
     """Shows the end and the best success probability (NaN if unknown), and answers commands until the person leaves."""
-    ending = self._ending(episode, best)
+    ending = self._shown() + self._ending(episode, best)
     self._stdout.write(self._outcome(episode.turns) + ending)
     while self._ask(ending, lambda: _OVER) is not None:
       self._stdout.write(_OVER)
@@ -200,6 +206,16 @@ class Person:
     """The observation, the turn and the remaining actions."""
     left = f'Turn {log.turn + 1} of {self._spec.budget.max_turns}, actions left: {log.actions_left[0]}'
     return f'{left}\n{log.observations[0]}\n'
+
+  def _shown(self) -> str:
+    """Writes the images of the present observation to a file, and names it; '' if there are none."""
+    picture = self._envs.picture(0) if shows_images(self._spec) else None
+    if picture is None:
+      return ''
+    if self._picture is None:
+      self._picture = pathlib.Path(tempfile.mkdtemp(prefix='ragen_jax_play_')) / 'observation.png'
+    self._picture.write_bytes(encode_png(picture))
+    return f'The images are in {self._picture}\n'
 
   @staticmethod
   def _ending(episode: Episode, best: float) -> str:

@@ -17,6 +17,7 @@ from ragen_jax.envs.svg import shapes
 from ragen_jax.envs.svg.values import (
   Colour,
   ProgramError,
+  composed,
   read_colour,
   read_length,
   read_numbers,
@@ -52,7 +53,7 @@ _WORDS = {
   # These would change the picture, and are not drawn.
   'stroke-dasharray': ('none',), 'clip-path': ('none',), 'mask': ('none',), 'filter': ('none',),
 }  # fmt: skip
-_PROGRAM = re.compile(r'<svg(?=[\s/>]).*?(?:</svg\s*>|\Z)', re.DOTALL)
+_BEGIN, _END = re.compile(r'<svg(?=[\s>])'), re.compile(r'</svg\s*>')
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,8 +80,9 @@ class Layer:
 
 def find_program(text: str) -> str | None:
   """The first SVG document in a text, or None. What stands around it is ignored."""
-  found = _PROGRAM.search(text)
-  return None if found is None or not found[0].endswith('>') else found[0]
+  begin = _BEGIN.search(text)
+  end = begin and _END.search(text, begin.end())
+  return text[begin.start() : end.end()] if end else None
 
 
 def read_program(text: str) -> Layer:
@@ -145,7 +147,7 @@ class _Reader:
     self._elements += 1
     if self._elements > MOST_ELEMENTS:
       raise ProgramError(f'the program has more than {MOST_ELEMENTS} elements')
-    if len(self._open) + self._silent >= MOST_DEPTH:
+    if len(self._open) + self._silent > MOST_DEPTH:  # what is open has a frame around the root
       raise ProgramError(f'the program has elements in more than {MOST_DEPTH} others')
     if not self._open and not self._silent:
       if name != 'svg':
@@ -181,7 +183,7 @@ class _Reader:
     elif opacity < 1:
       layer = Layer([], opacity)
       parent.layer.parts.append(layer)
-    moved = parent.matrix @ matrix @ read_transform(own['transform'], 'transform')
+    moved = composed(composed(parent.matrix, matrix), read_transform(own['transform'], 'transform'))
     self._open.append(_Open(name, inherited, moved, layer))
 
   def _properties(self, attributes: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -199,7 +201,7 @@ class _Reader:
     """Adds the marks of a shape to the layer of its group."""
     inherited, own = self._properties(attributes)
     parent = self._open[-1]
-    matrix = parent.matrix @ read_transform(own['transform'], 'transform')
+    matrix = composed(parent.matrix, read_transform(own['transform'], 'transform'))
     self._open.append(_Open(name, inherited, matrix, parent.layer))
     outlines = _outlines(name, attributes, self._whole)
     self._points += sum(len(outline.points) for outline in outlines)

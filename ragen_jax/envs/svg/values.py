@@ -13,6 +13,7 @@ from PIL import ImageColor
 from ragen_jax.utils.errors import short
 
 LARGEST_NUMBER = 1e5
+_LARGEST_SCALE = 1e20  # of transforms
 
 _NUMBER = r'[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?'
 _FIRST = re.compile(_NUMBER)
@@ -153,8 +154,16 @@ def read_transform(text: str, what: str) -> np.ndarray:
     numbers = read_numbers(found[2], what)
     if len(numbers) not in _TRANSFORM_ARGUMENTS[found[1]]:
       raise ProgramError(f'{what}={short(text)}: {found[1]} has {len(numbers)} numbers')
-    matrix, at = matrix @ _matrix(found[1], numbers), found.end()
+    matrix, at = composed(matrix, _matrix(found[1], numbers)), found.end()
   return matrix
+
+
+def composed(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+  """The transform f64[3, 3] that does the second one and then the first one."""
+  product = first @ second
+  if np.abs(product).max() > _LARGEST_SCALE:
+    raise ProgramError('transform moves points too far from the canvas')
+  return product
 
 
 def _matrix(name: str, numbers: list[float]) -> np.ndarray:
