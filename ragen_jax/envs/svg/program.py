@@ -226,7 +226,7 @@ class _Reader:
     fill = read_colour(properties['fill'], 'fill')
     opacity = read_share(properties['fill-opacity'], 'fill-opacity')
     if fill is not None:
-      polygons = [outline.points for outline in filled]
+      polygons = [outline.points[None] for outline in filled]
       marks.append(self._mark(polygons, matrix, fill, opacity, properties['fill-rule'] == 'evenodd'))
     line = read_colour(properties['stroke'], 'stroke')
     width = read_length(properties['stroke-width'], 'stroke-width', _diagonal(self._whole))
@@ -240,11 +240,10 @@ class _Reader:
   def _mark(
     self, polygons: list[np.ndarray], matrix: np.ndarray, paint: Colour, opacity: float, even_odd: bool
   ) -> Mark:
-    """The area of polygons in user units; counts its edges."""
-    moved = shapes.transformed(polygons, matrix)
-    if not moved:
+    """The area of stacks of polygons f64[m, n, 2] in user units; counts its edges."""
+    if not polygons:
       return Mark(np.zeros((0, 4)), even_odd, paint)
-    edges = np.concatenate([np.concatenate([points, np.roll(points, -1, 0)], 1) for points in moved])
+    edges = np.concatenate([shapes.edges_of(stack, matrix) for stack in polygons])
     self._edges += len(edges)
     if self._edges > MOST_EDGES:
       raise ProgramError(f'the polygons of the program have more than {MOST_EDGES:,} edges')

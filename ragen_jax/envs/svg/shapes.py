@@ -197,7 +197,7 @@ def _arc(start: Point, rx: float, ry: float, turned: float, large: bool, sweep: 
 
 
 def stroke(outlines: Sequence[Outline], width: float, join: str, cap: str, limit: float) -> list[np.ndarray]:
-  """Polygons f64[n, 2], all of one orientation, whose union is the stroke of outlines.
+  """Stacks of polygons f64[m, n, 2], all of one orientation, whose union is the stroke of outlines.
 
   Args:
     width: above 0.
@@ -208,7 +208,7 @@ def stroke(outlines: Sequence[Outline], width: float, join: str, cap: str, limit
   pieces: list[np.ndarray] = []
   for outline in outlines:
     pieces += _stroke_one(outline, width / 2, join, cap, limit)
-  return [piece if _area(piece) > 0 else piece[::-1] for piece in pieces]
+  return [_oriented(stack) for stack in pieces if len(stack)]
 
 
 def _stroke_one(outline: Outline, half: float, join: str, cap: str, limit: float) -> list[np.ndarray]:
@@ -229,52 +229,55 @@ def _stroke_one(outline: Outline, half: float, join: str, cap: str, limit: float
   if cap == 'square' and not closed:
     first[0] -= half * along[0]
     last[-1] += half * along[-1]
-  pieces = [*np.stack([first + side, last + side, last - side, first - side], 1)]
-  count = len(starts)
-  for i in range(count if closed else count - 1):
-    k = (i + 1) % count
-    pieces += _joined(ends[i], along[i], along[k], half, join, limit)
+  pieces = [np.stack([first + side, last + side, last - side, first - side], 1)]
+  after = np.roll(along, -1, 0)
+  corners = slice(None) if closed else slice(-1)
+  pieces += _joined(ends[corners], along[corners], after[corners], half, join, limit)
   if cap == 'round' and not closed:
-    pieces += [_disc(points[0], half), _disc(points[-1], half)]
+    pieces.append(_discs(points[[0, -1]], half))
   return pieces
 
 
-def _joined(at: np.ndarray, before: np.ndarray, after: np.ndarray, half: float, join: str, limit: float) -> list:
-  """What fills the gap at a corner between two segments of these directions."""
-  turn = before[0] * after[1] - before[1] * after[0]
-  cos = float(before @ after)
-  if abs(turn) < 1e-9 and cos > 0:
-    return []
+def _joined(
+  at: np.ndarray, before: np.ndarray, after: np.ndarray, half: float, join: str, limit: float
+) -> list[np.ndarray]:
+  """What fills the gaps at corners f64[m, 2] between segments of these directions, f64[m, 2] each."""
+  turn = before[:, 0] * after[:, 1] - before[:, 1] * after[:, 0]
+  cos = np.sum(before * after, 1)
+  bent = (np.abs(turn) >= 1e-9) | (cos <= 0)
+  at, before, after, turn, cos = (x[bent] for x in (at, before, after, turn, cos))
   if join == 'round':
-    return [_disc(at, half)]
-  sign = -1.0 if turn > 0 else 1.0  # the outer side of the corner
-  a = at + sign * half * np.array([-before[1], before[0]])
-  b = at + sign * half * np.array([-after[1], after[0]])
-  # The miter is 1 / sin(angle / 2) times as long as the stroke is wide, with the angle between the segments.
-  sine = math.sqrt(max((1 + cos) / 2, 0.0))
-  if join == 'miter' and sine * limit >= 1:
-    tip = at + (a + b - 2 * at) / (1 + cos)
-    return [np.stack([at, a, tip, b])]
-  return [np.stack([at, a, b])]
+    return [_discs(at, half)]
+  outer = np.where(turn > 0, -half, half)[:, None]  # towards the outer side of a corner
+  a = at + outer * np.stack([-before[:, 1], before[:, 0]], 1)
+  b = at + outer * np.stack([-after[:, 1], after[:, 0]], 1)
+  # A miter is 1 / sin(angle / 2) times as long as the stroke is wide, with the angle between the segments.
+  sharp = (join == 'miter') & (np.sqrt(np.maximum((1 + cos) / 2, 0)) * limit >= 1)
+  tips = at[sharp] + (a + b - 2 * at)[sharp] / (1 + cos[sharp])[:, None]
+  return [np.stack([at[sharp], a[sharp], tips, b[sharp]], 1), np.stack([at, a, b], 1)[~sharp]]
 
 
 def _dot(at: np.ndarray, half: float, cap: str) -> list[np.ndarray]:
   """The stroke of an outline without length."""
   if cap == 'round':
-    return [_disc(at, half)]
-  return [at + half * np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)])] if cap == 'square' else []
+    return [_discs(at[None], half)]
+  return [at + half * np.array([[(-1, -1), (1, -1), (1, 1), (-1, 1)]])] if cap == 'square' else []
 
 
-def _disc(at: np.ndarray, radius: float) -> np.ndarray:
+def _discs(at: np.ndarray, radius: float) -> np.ndarray:
+  """f64[m, n, 2], circles around points f64[m, 2]."""
   angles = np.arange(_CAP * 2) * (np.pi / _CAP)
-  return at + radius * np.stack([np.cos(angles), np.sin(angles)], 1)
+  return at[:, None] + radius * np.stack([np.cos(angles), np.sin(angles)], 1)
 
 
-def _area(points: np.ndarray) -> float:
-  x, y = points[:, 0], points[:, 1]
-  return float(np.sum(x * np.roll(y, -1) - np.roll(x, -1) * y))
+def _oriented(stack: np.ndarray) -> np.ndarray:
+  """The polygons f64[m, n, 2] with their points in the order in which their area is positive."""
+  x, y = stack[..., 0], stack[..., 1]
+  area = np.sum(x * np.roll(y, -1, 1) - np.roll(x, -1, 1) * y, axis=1)
+  return np.where((area > 0)[:, None, None], stack, stack[:, ::-1])
 
 
-def transformed(polygons: Sequence[np.ndarray], matrix: np.ndarray) -> list[np.ndarray]:
-  """Polygons f64[n, 2] after a transform f64[3, 3]."""
-  return [points @ matrix[:2, :2].T + matrix[:2, 2] for points in polygons]
+def edges_of(stack: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+  """The edges f64[m * n, 4] of polygons f64[m, n, 2] after a transform f64[3, 3]."""
+  points = stack @ matrix[:2, :2].T + matrix[:2, 2]
+  return np.concatenate([points, np.roll(points, -1, 1)], -1).reshape(-1, 4)

@@ -30,7 +30,7 @@ def test_a_folder_is_read_in_order_each_picture_once(tmp_path):
   assert [x.program for x in load(tmp_path / 'b' / '1.svg')] == [rect(20)] == [x.program for x in load(tmp_path / 'b')]
   assert len(load(f'{tmp_path}/*.svg')) == 1
   (tmp_path / 'a.svg').write_text(rect(30))
-  assert [x.program for x in load(tmp_path)][0] == rect(30)
+  assert load(tmp_path)[0].program == rect(30)
 
 
 def test_rows_of_a_file_and_what_is_left_out(tmp_path, caplog):
