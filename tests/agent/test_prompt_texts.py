@@ -48,6 +48,7 @@ _TAGS = [
   tag
   for tag, options in default.get_config().envs.items()
   if options.type not in ('agent', 'dataset', 'textworld', 'lean', 'webshop')
+  if options.type not in ('agent', 'dataset', 'textworld', 'svg')
 ]
 _NOT_HERE = ('agent', 'alfworld', 'dataset', 'textworld')
 _TAGS = [tag for tag, options in default.get_config().envs.items() if options.type not in _NOT_HERE]
