@@ -151,7 +151,7 @@ def _shape(recipe: Recipe, rng: random.Random) -> tuple[str, np.ndarray] | None:
     return told(f'line x1="{x}" y1="{y0}" x2="{x + wide}" y2="{y1}"', x, y, wide, high)
   a, b, c, d = (_below(rng, side // grid + 1) * grid for side in (wide, high, wide, high))
   # Of the box, a polygon covers (1 - thin) / 2, and the two curves (1 - thin) / 3; what is too thin would be a line.
-  thin = (a - c) * (b - d) / (wide * high) * (1 if kind == 'polygon' else -1)
+  thin = (a - c) * (b - d) / (wide * high) * (1 if kind == 'path' else -1)
   if thin > 0.5:
     return None
   if kind == 'polygon':  # one point on each side of the box, so that no edges cross

@@ -57,6 +57,15 @@ def test_shapes_are_on_the_canvas_apart_if_they_must_be_and_visible():
       assert overlap or np.sum(areas, 0).max() == 1
 
 
+def test_no_shape_is_a_line_also_on_a_coarse_grid():
+  for kind, least in (('polygon', 1 / 4), ('path', 1 / 6)):
+    recipe = targets.Recipe(1, 1, (kind,), ('black',), True, False, 10)
+    for text in programs(recipe, 120):
+      x, y = np.array(re.findall(r'[\d.]+', text.split('="')[2]), float).reshape(-1, 2).T
+      covered = (255 - draw(read_program(text), 100)[..., 0].astype(float)).sum() / 255
+      assert covered > least * np.ptp(x) * np.ptp(y) - 4 and covered > 20, text
+
+
 def test_equal_seeds_give_equal_targets_and_parts_share_no_picture():
   parts = {split: {make_target(RECIPE, seed, split, 0.3).id for seed in range(50)} for split in ('train', 'test')}
   assert not parts['train'] & parts['test'] and min(map(len, parts.values())) > 40
