@@ -57,6 +57,10 @@ HOSTILE = {
   'far': (svg('<g transform="scale(1e5) scale(1e5)"><rect width="1" height="1"/></g>'), 'too far from the canvas'),
   'far to nan': (svg('<g transform="' + 'scale(1e5)' * 70 + '"><rect width="1" height="1"/></g>'), 'too far'),
   'long path': (svg('<path d="M0 0' + 'q1 1 1 1' * 1800 + '"/>'), 'more than 10,000 points'),
+  'points of several': (
+    svg(('<path d="M0 0' + 'q1 1 1 1' * 250 + '"/>') * 2),
+    'the program has more than 10,000 points',
+  ),
   'high path': (svg('<path d="M0 0' + 'v100v-100' * 1500 + '"/>'), 'times as high as the canvas'),
   'many joins': (
     svg('<path d="M0 0' + 'h1v1' * 3000 + '" stroke="red" stroke-linejoin="round"/>'),

@@ -57,6 +57,12 @@ def test_shapes_are_on_the_canvas_apart_if_they_must_be_and_visible():
       assert overlap or np.sum(areas, 0).max() == 1
 
 
+def test_a_shape_does_not_hide_one_before_it():
+  small, large, beside = (np.array(x) for x in ((20, 20, 40, 40), (10, 20, 50, 40), (41, 20, 60, 40)))
+  assert not targets._may_stand(large, small, overlap=True) and targets._may_stand(small, large, overlap=True)
+  assert not targets._may_stand(small, large, overlap=False) and targets._may_stand(beside, small, overlap=False)
+
+
 def test_no_shape_is_a_line_also_on_a_coarse_grid():
   for kind, least in (('polygon', 1 / 4), ('path', 1 / 6)):
     recipe = targets.Recipe(1, 1, (kind,), ('black',), True, False, 10)
