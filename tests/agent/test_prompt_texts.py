@@ -44,13 +44,7 @@ DIGESTS = {
 
 _BOARDS = {'bandit': 'Arms on offer:\nAsh\nOak\nThink'}
 _REQUESTS = (default.get_config().agent.request, 'Say {form}, as {example}, of {actions}, in {max_words} words.')
-_TAGS = [
-  tag
-  for tag, options in default.get_config().envs.items()
-  if options.type not in ('agent', 'dataset', 'textworld', 'lean', 'webshop')
-  if options.type not in ('agent', 'dataset', 'textworld', 'svg')
-]
-_NOT_HERE = ('agent', 'alfworld', 'dataset', 'textworld')
+_NOT_HERE = ('agent', 'alfworld', 'dataset', 'lean', 'svg', 'textworld', 'verifiers', 'webshop')
 _TAGS = [tag for tag, options in default.get_config().envs.items() if options.type not in _NOT_HERE]
 
 

@@ -29,7 +29,8 @@ def test_every_type_in_jax_is_tested_here():
   assert {name for name, cls in envs.TYPES.items() if not cls.is_outside} == set(ACTIONS)
   outside = {name for name, cls in envs.TYPES.items() if cls.is_outside}
   assert outside == {
-    'python', 'gymnasium', 'http', 'openenv', 'agent', 'dataset', 'textworld', 'alfworld', 'lean', 'webshop', 'verifiers'
+    'python', 'gymnasium', 'http', 'openenv', 'agent', 'dataset', 'textworld', 'alfworld', 'lean', 'webshop', 'svg',
+    'verifiers',
   }  # fmt: skip
 
 
