@@ -105,7 +105,7 @@ def test_what_is_no_config_is_refused_in_one_line(monkeypatch, file, fields, mes
 @pytest.mark.parametrize(
   ('env_type', 'options', 'message'),
   [
-    ('frozen_lake', {'siez': 5}, r'siez is not an option of frozen_lake; allowed: size'),
+    ('frozen_lake', {'siez': 5}, r"siez is not an option of frozen_lake; did you mean 'size'\? allowed: size"),
     ('frozen_lake', {'size': 1}, r'size=1; allowed: integers from 2 to 64'),
     ('lake', {}, r"type='lake'; allowed: frozen_lake"),
   ],

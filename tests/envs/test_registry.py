@@ -27,7 +27,7 @@ def test_a_class_of_one_s_own_may_be_the_type():
     (f'{GAMES}:Unfinished', {}, 'Unfinished.* lacks open'),
     (f'{GAMES}:NotFrozen', {}, 'NotFrozen.* is not a frozen dataclass'),
     (f'{GAMES}:Own', {}, 'task is missing; .*Own needs task'),
-    (f'{GAMES}:Own', {'tusk': 1}, 'tusk is not an option of .*; allowed: task'),
+    (f'{GAMES}:Own', {'tusk': 1}, r"tusk is not an option of .*; did you mean 'task'\? allowed: task"),
   ],
 )
 def test_wrong_types_and_options_are_named_in_one_line(env_type, options, message):
