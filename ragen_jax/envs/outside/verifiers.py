@@ -98,7 +98,7 @@ class VerifiersTasks(TextEnvironment):
   python: str = ''
 
   def __post_init__(self):
-    check_text('verifiers', 'package', self.package, blank=False)
+    check_text('verifiers', 'package', self.package)
     check_text('verifiers', 'python', self.python)
     check_choice('verifiers', 'split', self.split, SPLITS)
     check_share('verifiers', 'test_share', self.test_share)
@@ -126,6 +126,7 @@ class VerifiersTasks(TextEnvironment):
 
   def check(self) -> None:
     """Starts the package and loads its tasks."""
+    check_text('verifiers', 'package', self.package, blank=False)
     if self.python and shutil.which(self.python) is None:
       raise ValueError(f"verifiers: python={self.python!r}; allowed: a program, or '' for {sys.executable}")
     part = self.part

@@ -218,7 +218,11 @@ def test_what_is_no_answer_of_the_client_is_a_fault(answer):
     (('mcp:',), {}, "tools='mcp:'; allowed: 'mcp:COMMAND' or 'mcp:http://HOST:PORT/mcp'"),
     (('mcp:a "b',), {}, "tools='mcp:a \"b' is no command .No closing quotation.; allowed: "),
     (('mcp:http://me:secret@host/mcp',), {}, 'tools: an MCP server has a user name or a password, .*; allowed: none'),
-    ((), {'mcp': {'nmaes': ()}}, 'tool_options.mcp: nmaes is no option; allowed: names, budget, timeout_s, '),
+    (
+      (),
+      {'mcp': {'nmaes': ()}},
+      "tool_options.mcp: nmaes is no option; did you mean 'names'. allowed: names, budget, ",
+    ),
     ((), {'mcp': {'names': 'a'}}, "tool_options.mcp: names='a'; allowed: a tuple of names"),
     ((), {'mcp': {'environment': (3,)}}, r'tool_options.mcp: environment=\(3,\); allowed: a tuple of names'),
     ((), {'mcp': {'retries': -1}}, 'tool_options.mcp: retries=-1; allowed: whole numbers from 0'),
