@@ -9,6 +9,7 @@ import pytest
 
 from ragen_jax.distributed.mesh import AXES
 from ragen_jax.models import presets
+from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.sampling import division
 from ragen_jax.utils.errors import UserError
@@ -59,3 +60,17 @@ def test_the_weights_that_a_device_reads():
   assert division.weights_read(1, cfg, 1) == 3 * (attention + mlp) + head
   assert division.weights_read(2, cfg, 1) == 3 * (attention + mlp / 2) + head / 2
   assert division.weights_read(2, cfg, 2) == division.weights_read(2, cfg, 1) / 2
+
+
+def test_experts_are_divided_and_read_as_a_whole():
+  experts = ExpertsConfig(count=12, chosen=2, width=5, normalised=True)
+  cfg = QwenConfig(
+    vocab_size=16, hidden_size=4, intermediate_size=7, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2,
+    experts=experts,
+  )  # fmt: skip
+  mesh = _mesh((2, 2, 2), 'cpu')
+  assert division.choose(2, cfg, 'float32', mesh) == 2  # the 7 of an MLP that no layer has do not count
+  with pytest.raises(UserError, match=r'=4: must divide the 4 row shards, and the 12 experts .*allowed are 0, 1, 2$'):
+    division.choose(4, cfg, 'float32', mesh)
+  attention, layer, head = 4 * 2 * (2 + 1 + 1 + 2), 4 * 12 + 12 * 3 * 4 * 5, 16 * 4
+  assert division.weights_read(2, cfg, 1) == 2 * (attention + layer / 2) + head / 2
