@@ -12,7 +12,7 @@ import pytest
 from ragen_jax.sampling import capacity
 from ragen_jax.sampling.kv_cache import init_state
 from ragen_jax.utils import host_memory
-from tests.support.models import EXPERTS, HYBRID, random_model
+from tests.support.models import HYBRID, random_model
 
 
 @pytest.mark.parametrize(('dtype', 'tensor'), [(jnp.float32, 1), (jnp.bfloat16, 2)])
@@ -85,11 +85,3 @@ def test_cpu_devices_share_what_the_host_has_left(monkeypatch):
 )
 def test_rows_are_halved_until_they_fit_into_four_fifths_of_the_free_memory(rows, free, expected):
   assert capacity.rows_that_fit(rows, 100, free) == expected
-
-
-def test_a_row_s_bytes_count_the_rows_of_its_experts():
-  cfg = random_model(40, **EXPERTS).policy.cfg
-  dense = dataclasses.replace(cfg, experts=None, mlp_layers=())
-  found, of_mlps = (capacity.bytes_per_row(c, 96, jnp.bfloat16) for c in (cfg, dense))
-  # Three of eight experts of width 24 for hidden states of width 32, and an MLP of width 64.
-  assert found - of_mlps == 96 * 3 * (8 + 3 * (24 + 32) - 64) * 2
