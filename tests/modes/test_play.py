@@ -287,7 +287,7 @@ def test_games_too_large_for_their_solver_can_be_played():
     ({'train__tags': ()}, 'train.tags'),
     (
       {'train__tags': ('Chess',)},
-      "train.tags: 'Chess' is not defined in envs; allowed: Agent, Bandit",
+      "train.tags: 'Chess' is not defined in envs; allowed: ALFWorld",
     ),
     ({'agent__action_sep': ' '}, "agent.action_sep=' '"),
     ({'train__first_level': -1}, 'train.first_level=-1'),

@@ -142,11 +142,12 @@ def test_golds_that_name_no_choice_are_refused(gold, row, message):
 
 
 def _f1(answer, gold):
-  """As HotpotQA's evaluation counts, by taking the words away one by one."""
+  """As HotpotQA's evaluation counts, by taking the words away one by one; articles and signs alone are words."""
 
   def words(text):
-    text = ''.join(c for c in text.lower() if c not in '!"#$%&\'()*+,-./:;<=>?@[\\]^_`{|}~')
-    return [w for w in re.split(r'\s+', re.sub(r'\b(a|an|the)\b', ' ', text)) if w]
+    plain = ''.join(c for c in text.lower() if c not in '!"#$%&\'()*+,-./:;<=>?@[\\]^_`{|}~')
+    left = [w for w in re.split(r'\s+', re.sub(r'\b(a|an|the)\b', ' ', plain)) if w]
+    return left or [w for w in re.split(r'\s+', plain) if w] or [w for w in re.split(r'\s+', text.lower()) if w]
 
   a, g = words(answer), words(gold)
   if (a in (['yes'], ['no'], ['noanswer']) or g in (['yes'], ['no'], ['noanswer'])) and a != g:
