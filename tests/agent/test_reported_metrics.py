@@ -104,7 +104,7 @@ class Ratio(Graded):
     return 'go', 1.0, False, {'metrics': {'heat': (int(action), 4)}}
 
 
-@pytest.mark.parametrize('processes', [0, 1])
+@pytest.mark.parametrize('processes', [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_ratio_passes_through_sessions(processes):
   options = {'class_path': f'{__name__}:Ratio', 'processes': processes}
   session = registry.make('python', options).open(1)

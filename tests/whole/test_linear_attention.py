@@ -13,12 +13,13 @@ from tests.support.configs import small_config
 from tests.support.models import HYBRID, WIDE_HYBRID, random_model, random_policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'fields',
   [
     {'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8},
-    pytest.param({'model__remat': True, 'algorithm__old_logprobs': 'trainer'}, marks=pytest.mark.slow),
-    pytest.param({'lora__rank': 2, 'optimizer__packing': True, 'model__remat': 'auto'}, marks=pytest.mark.slow),
+    {'model__remat': True, 'algorithm__old_logprobs': 'trainer'},
+    {'lora__rank': 2, 'optimizer__packing': True, 'model__remat': 'auto'},
   ],
   ids=['packed', 'computed again', 'adapters'],
 )
