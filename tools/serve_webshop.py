@@ -26,7 +26,12 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument('--seed', type=int, default=0, help='seed of the price limits; one seed for all servers of a run')
   arguments = parser.parse_args(argv)
   sys.path.insert(0, str(pathlib.Path.cwd()))
-  site = importlib.import_module('web_agent_site.app')
+  try:
+    site = importlib.import_module('web_agent_site.app')
+  except ModuleNotFoundError as e:
+    if e.name not in ('web_agent_site', 'web_agent_site.app'):
+      raise
+    sys.exit(f"{pathlib.Path.cwd()} has no web_agent_site; run this in WebShop's folder")
   site.print = lambda *values, **options: None
   random.seed(arguments.seed)
   answer = site.app.test_client().get('/load_fixed_0')

@@ -201,8 +201,12 @@ class Package:
     raw, fault = self._hosts[0].worker.call('tasks', timeout_s=self._settings.start_timeout_s)
     where = f'verifiers: package={self._settings.package!r}'
     if fault is not None:
-      needed = f'; {INSTALL}' if "No module named 'verifiers'" in fault.detail else ''
-      raise ValueError(f'{where} cannot be used ({fault}){needed}')
+      if "No module named 'verifiers'" in fault.detail:
+        raise ValueError(
+          f'verifiers: python={self._settings.python!r} has no library verifiers; allowed: an interpreter whose '
+          f'environment has it ({INSTALL})'
+        )
+      raise ValueError(f'{where} cannot be used ({fault})')
     if not isinstance(raw, list) or not all(type(identity) is str for identity in raw):
       raise ValueError(f'{where}: the keys of its tasks are no texts ({short(raw)})')
     return tuple(raw)

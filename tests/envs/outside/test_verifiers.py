@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -298,6 +299,14 @@ def test_packages_that_cannot_be_used_are_refused_in_one_line(package, options, 
   with contextlib.closing(env.connection), pytest.raises(ValueError, match=message) as e:
     env.check()
   assert '\n' not in str(e.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec('verifiers') is not None, reason='the library is installed')
+def test_an_interpreter_without_the_library_is_named():
+  env = make('gsm8k-v1', python=sys.executable)
+  told = r"^verifiers: python='.*' has no library verifiers; allowed: .*requirements-verifiers\.txt\)$"
+  with contextlib.closing(env.connection), pytest.raises(ValueError, match=told):
+    env.check()
 
 
 @pytest.mark.slow

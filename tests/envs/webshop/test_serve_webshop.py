@@ -61,3 +61,10 @@ def test_a_site_that_cannot_load_ends_the_start(site):
   site(status=500)
   with pytest.raises(SystemExit, match='WebShop cannot load its products: status 500'):
     serve_webshop.main([])
+
+
+def test_another_folder_is_named_in_one_line(site, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit) as e:
+    serve_webshop.main([])
+  assert str(tmp_path) in str(e.value) and '\n' not in str(e.value)
