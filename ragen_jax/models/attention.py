@@ -331,6 +331,7 @@ def _attend_to_seen_blocks(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array
   k = jnp.transpose(k, (1, 2, 0))
   v = jnp.transpose(jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1), (1, 0, 2))
   parts = [slice(first, min(first + _LOOP_KEYS, t + more)) for first in range(0, t + more, _LOOP_KEYS)]
+  keys, values = [k[:, :, part] for part in parts], [v[:, part] for part in parts]
 
   @jax.checkpoint
   def one_block(x):
@@ -338,31 +339,29 @@ def _attend_to_seen_blocks(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array
     queries = number * block + jnp.arange(block)[:, None]
 
     def visible(part):
-      keys = jnp.arange(part.start, part.stop)
-      own = keys <= queries
+      own = jnp.arange(part.start, part.stop) <= queries
       return own if seen_until is None else own & (queries < seen_until[part])
 
-    def score(part, mask):
-      scores = jnp.matmul(q, k[:, :, part], preferred_element_type=jnp.float32)
+    def score(k, mask):
+      scores = jnp.matmul(q, k, preferred_element_type=jnp.float32)
       return jnp.where(jnp.tile(mask, (n // kv, 1)), scores, _MASKED)
 
-    def weigh(part, scores):
-      weights = jnp.exp(scores - most).astype(v.dtype)
-      return jnp.matmul(weights, v[:, part], preferred_element_type=jnp.float32)
+    def weigh(v, scores):
+      return jnp.matmul(jnp.exp(scores - most).astype(v.dtype), v, preferred_element_type=jnp.float32)
 
     masks = [visible(part) for part in parts]
     seen = [mask.any() for mask in masks]
     scores = [
       jax.lax.cond(
-        any_, functools.partial(score, part, mask),
+        any_, functools.partial(score, k, mask),
         functools.partial(jnp.full, (*q.shape[:2], mask.shape[1]), _MASKED, jnp.float32),
       )
-      for any_, part, mask in zip(seen, parts, masks, strict=True)
+      for any_, k, mask in zip(seen, keys, masks, strict=True)
     ]  # fmt: skip
     most = jax.lax.stop_gradient(functools.reduce(jnp.maximum, [x.max(axis=-1, keepdims=True) for x in scores]))
     out = sum(
-      jax.lax.cond(any_, functools.partial(weigh, part, x), lambda: jnp.zeros((*q.shape[:2], h + 1), jnp.float32))
-      for any_, part, x in zip(seen, parts, scores, strict=True)
+      jax.lax.cond(any_, functools.partial(weigh, v, x), lambda: jnp.zeros((*q.shape[:2], h + 1), jnp.float32))
+      for any_, v, x in zip(seen, values, scores, strict=True)
     )
     return out[..., :-1] / out[..., -1:]
 

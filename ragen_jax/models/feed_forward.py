@@ -157,8 +157,8 @@ def _of_experts(
     return rows if first is None else jnp.where(own, rows, 0)
 
   rows = ours(jnp.take(x, order // k, axis=0, mode='clip'))
-  hidden = jax.nn.silu(grouped_product(rows, gate, sizes)) * grouped_product(rows, up, sizes)
-  out = ours(grouped_product(ours(hidden), down, sizes))
+  hidden = jax.nn.silu(ours(grouped_product(rows, gate, sizes))) * ours(grouped_product(rows, up, sizes))
+  out = ours(grouped_product(hidden, down, sizes))
   # Back in the order of the columns, so that each sum has the same order in any batch.
   out = jnp.take(out, jnp.argsort(order), axis=0, mode='clip').reshape(-1, k, shape[-1])
   y = jnp.einsum('MkD,Mk->MD', out, weights.reshape(-1, k), preferred_element_type=jnp.float32)

@@ -7,6 +7,7 @@ matrices this is 128 times the work. There we loop over tiles, each of a few row
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,20 +55,36 @@ def _forward(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> tuple[jax.Ar
 
 def _backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
   x, kernels, sizes = saved
-  return _product(gradient, jnp.swapaxes(kernels, 1, 2), sizes), gradient_of_kernels(x, kernels, sizes, gradient), None
+  of_x = _with_transposed(gradient, kernels, sizes)
+  return of_x, gradient_of_kernels(x, kernels, sizes, gradient), None
+
+
+def _with_transposed(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+  """`_product` with transposed kernels [E, N, K], of which tiles need no copy."""
+  tiles = functools.partial(in_tiles, transposed=True)
+
+  def ragged_dot(x, kernels, sizes):
+    return jax.lax.ragged_dot(x, jnp.swapaxes(kernels, 1, 2), sizes)
+
+  others = ragged_dot if len(x) <= _FEW_ROWS else tiles
+  return jax.lax.platform_dependent(x, kernels, sizes, cpu=tiles, tpu=ragged_dot, default=others)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def in_tiles(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-  """`grouped_product` as a loop over the tiles of all groups; rows behind all groups give 0."""
+def in_tiles(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: bool = False) -> jax.Array:
+  """`grouped_product` as a loop over the tiles of all groups; rows behind all groups give 0.
+
+  With `transposed`, kernels are [E, N, K].
+  """
+  inputs = 1 if transposed else 0
 
   def multiply(out, group, first, own):
-    tile = _cut(x, first, len(own)) @ kernels[group]
+    tile = jax.lax.dot_general(_cut(x, first, len(own)), kernels[group], (((1,), (inputs,)), ((), ())))
     return _put(out, jnp.where(own[:, None], tile, _cut(out, first, len(own))), first)
 
-  return _for_tiles(sizes, len(x), multiply, jnp.zeros((len(x), kernels.shape[2]), x.dtype))
+  return _for_tiles(sizes, len(x), multiply, jnp.zeros((len(x), kernels.shape[2 - inputs]), x.dtype))
 
 
 def gradient_of_kernels(x: jax.Array, kernels: jax.Array, sizes: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -90,7 +90,7 @@ def bin_shapes(settings: PackingSettings, longest: int = 0) -> list[tuple[int, i
     most = max(settings.columns // width, 1)  # bins of a call on one device
     counts = [2**n for n in range(1, most.bit_length()) if n == 1 or width >= widest * _MANY] or [1]
     shapes += [(bins * settings.shards, width, int(share * width)) for bins in counts for share in _REPLIES]
-  while (wider := round_up(int(widths[0] * _RATIO), settings.step)) <= settings.widest:
+  while (wider := max(round_up(int(widths[0] * _RATIO), settings.step), widths[0] + settings.step)) <= settings.widest:
     widths.insert(0, wider)
     shapes += [(settings.shards, wider, int(share * wider)) for share in _REPLIES]
   return sorted(shapes)
@@ -205,11 +205,11 @@ def pack_batches(
   longest = max((int(length[rows].max()) for rows in groups if len(rows)), default=1)
   scores = max((int(scored[rows].max()) for rows in groups if len(rows)), default=0)
   sizes = [np.stack([length[rows], scored[rows]], axis=1) for rows in groups]
-  if tokens is None:
-    settings = dataclasses.replace(settings, widest=0)
-  fitting = [s for s in bin_shapes(settings, longest) if s[1] >= longest and s[2] >= scores]
   alone = [Forest(np.arange(len(rows)), np.zeros(len(rows), np.int64)) for rows in groups]
   sharing = alone if tokens is None else [forest(tokens[rows], length[rows]) for rows in groups]
+  if all(trees.columns(own) == own[:, 0].sum() for trees, own in zip(sharing, sizes, strict=True)):
+    settings = dataclasses.replace(settings, widest=0)
+  fitting = [s for s in bin_shapes(settings, longest) if s[1] >= longest and s[2] >= scores]
 
   def forests(width: int) -> list[Forest]:
     return sharing if width <= settings.most_shared else alone

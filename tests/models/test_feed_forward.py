@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from ragen_jax.models import feed_forward
 from ragen_jax.models import grouped_product as products
 from ragen_jax.models.feed_forward import ExpertsConfig, MixtureOfExperts
 from ragen_jax.models.qwen import QwenConfig
@@ -41,6 +43,29 @@ def test_grouped_products_and_their_gradients_are_those_of_a_loop(sizes, way, mo
   np.testing.assert_allclose(found[: sum(sizes)], expected[: sum(sizes)], atol=1e-5)
   for ours, theirs in zip(pull(upstream), expected_pull(upstream), strict=True):
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_what_a_kernel_leaves_behind_its_groups_reaches_no_gradient(monkeypatch):
+  """On a mesh, a device has some experts, and rows of others stand behind its own."""
+  mixture, x = _mixture(shared_width=0), jnp.asarray(np.random.default_rng(2).normal(size=(1, 30, 8)), jnp.float32)
+  chosen, weights = mixture._route(x)
+  kernels = [p.kernel[...][:2] for p in (mixture.experts.gate_proj, mixture.experts.up_proj, mixture.experts.down_proj)]
+
+  def gradients():
+    def total(x, weights, *kernels):
+      return jnp.sum(jnp.sin(feed_forward._of_experts(x, chosen, weights, *kernels, first=0)))
+
+    return jax.grad(total, argnums=range(5))(x, weights, *kernels)
+
+  real = products.in_tiles
+
+  def left_over(rows, kernels, sizes, **options):
+    behind = np.arange(len(rows))[:, None] >= jnp.sum(sizes)
+    return jnp.where(behind, jnp.nan, real(rows, kernels, sizes, **options))
+
+  expected = gradients()
+  monkeypatch.setattr(products, 'in_tiles', left_over)
+  chex.assert_trees_all_close(gradients(), expected, rtol=1e-5)
 
 
 def _mixture(**changes) -> MixtureOfExperts:

@@ -112,6 +112,14 @@ def test_only_rows_that_share_use_bins_that_are_wider_than_any_row():
   assert {plan.width for plan in plans} == {64}
 
 
+def test_rows_without_common_beginnings_use_no_wider_bins():
+  settings = PackingSettings(128, 2048, 8192, 1, 512, most_shared=2**30, widest=4096)
+  length = np.asarray([358, 988, 1268, 1798])  # two bins of 2,304 columns would be cheaper
+  tokens = np.arange(4 * 1798, dtype=np.int32).reshape(4, 1798)
+  (plans,) = pack_batches([np.arange(4)], length, length // 3, settings, tokens)
+  assert {plan.width for plan in plans} == {1920}
+
+
 def test_what_nothing_shares_is_packed_as_rows_are():
   rng = np.random.default_rng(0)
   length = rng.integers(5, 41, size=40)

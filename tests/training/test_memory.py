@@ -17,6 +17,7 @@ from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.models import lora, presets
 from ragen_jax.models.attention import AttentionSettings
+from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.layers import freeze
 from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.qwen import REMAT, Qwen, QwenConfig
@@ -374,6 +375,7 @@ def test_a_cpu_may_fill_what_is_left_and_what_its_arrays_hold_but_for_workspace(
   assert memory.device_memory() == 0
 
 
+_EXPERTS = ExpertsConfig(count=16, chosen=2, width=512, normalised=True)
 # With the options of a run, but machine code that is made fast.
 _FAST = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 
@@ -387,6 +389,9 @@ _FAST = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes
     pytest.param({}, 8, 'elementwise', 64, marks=pytest.mark.slow),
     ({'adapters': True}, 8, 'elementwise', 64),
     pytest.param({'adapters': True}, 4, 'attention', 640, marks=pytest.mark.slow),
+    pytest.param({'experts': _EXPERTS}, 4, 'layers', 64, marks=pytest.mark.slow),
+    pytest.param({'experts': _EXPERTS}, 8, 'elementwise', 64, marks=pytest.mark.slow),
+    pytest.param({'experts': _EXPERTS, 'adapters': True}, 4, 'layers', 64, marks=pytest.mark.slow),
   ],
 )
 def test_the_whole_is_within_15_percent_of_what_one_cpu_needs(model, rows, remat, chunk):

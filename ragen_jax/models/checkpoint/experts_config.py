@@ -48,7 +48,11 @@ def read(raw: dict[str, Any], architecture: str, num_layers: int, where: str) ->
     normalised=normalised,
     shared_width=integer(raw, 'shared_expert_intermediate_size', where) if shared else 0,
   )
-  return {'experts': experts, 'mlp_layers': _mlp_layers(raw, num_layers, where)}
+  mlp_layers = _mlp_layers(raw, num_layers, where)
+  if shared and mlp_layers:
+    field = 'mlp_only_layers' if raw.get('mlp_only_layers') else 'decoder_sparse_step'
+    raise unsupported(raw, field, 'all layers of Qwen3.5 have experts', where)
+  return {'experts': experts, 'mlp_layers': mlp_layers}
 
 
 def _mlp_layers(raw: dict[str, Any], num_layers: int, where: str) -> tuple[int, ...]:

@@ -91,6 +91,11 @@ def test_weights_of_experts_of_qwen3_5_are_normalised_in_any_case(tmp_path):
   edit_config(tmp_path / 'm', norm_topk_prob=False)
   with pytest.raises(UserError, match='norm_topk_prob=False is not supported; only true is'):
     read_config(str(tmp_path / 'm'))
+  for field, value in (('decoder_sparse_step', 2), ('mlp_only_layers', [0])):
+    save_model(str(tmp_path / field), random_params(HYBRID_EXPERTS), HYBRID_EXPERTS, 'float32')
+    edit_config(tmp_path / field, **{field: value})
+    with pytest.raises(UserError, match=rf'{field}=.* is not supported; all layers of Qwen3.5 have experts'):
+      read_config(str(tmp_path / field))
 
 
 def test_what_a_file_leaves_out_is_what_transformers_takes(saved, transformers):
