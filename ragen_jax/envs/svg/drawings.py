@@ -9,13 +9,10 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-import numpy as np
-
 from ragen_jax.envs.dataset import sources
 from ragen_jax.envs.dataset.selection import is_held_out
-from ragen_jax.envs.svg.program import MOST_CHARS, find_program, read_program
-from ragen_jax.envs.svg.raster import draw
-from ragen_jax.envs.svg.targets import Target, identity
+from ragen_jax.envs.svg.program import MOST_CHARS, find_program
+from ragen_jax.envs.svg.targets import Target, identity, is_drawn
 from ragen_jax.envs.svg.values import ProgramError
 from ragen_jax.utils.errors import one_line, short
 
@@ -24,12 +21,11 @@ _log = logging.getLogger(__name__)
 BAD_DRAWINGS = ('drop', 'refuse')
 MOST_DRAWINGS = 50_000
 _LARGEST_FILE = 4 * MOST_CHARS  # bytes
-_PREVIEW = 64  # pixels of the sides of a picture that shows whether anything is drawn
 
 
 @functools.lru_cache(maxsize=16)
 def load_drawings(
-  path: str, field: str, bad_drawings: str, split: str, test_share: float, stamp: tuple
+  path: str, field: str, bad_drawings: str, split: str, test_share: float, side: int, stamp: tuple
 ) -> tuple[Target, ...]:
   """The drawings of a part of a source, each distinct picture once, in the order of paths or rows.
 
@@ -38,6 +34,7 @@ def load_drawings(
       (`sources.ENDINGS`).
     field: of a row, with the text of the drawing.
     bad_drawings: 'drop' drawings that cannot be drawn here and log their number, or 'refuse' the source.
+    side: pixels of a side of the pictures that are played; a drawing that is all white there is one of them.
     stamp: what changes when the source does, see `stamp_of`.
 
   Raises:
@@ -51,7 +48,7 @@ def load_drawings(
     if count > MOST_DRAWINGS:
       raise ValueError(f'svg: path={path!r}: has more than {MOST_DRAWINGS:,} drawings')
     try:
-      target = _read(text)
+      target = _read(text, side)
     except ProgramError as e:
       if bad_drawings == 'refuse':
         raise ValueError(f'{place}: {one_line(e, str)}') from e
@@ -117,12 +114,12 @@ def _texts(path: str, field: str) -> Iterator[tuple[str, str]]:
     yield place, raw.decode('utf-8', 'replace')  # what is too long is refused by its characters
 
 
-def _read(text: str) -> Target:
-  """The drawing in a text; ProgramError if there is none, or nothing is drawn."""
+def _read(text: str, side: int) -> Target:
+  """The drawing in a text; ProgramError if there is none, or nothing is drawn in a picture of `side` pixels."""
   program = find_program(text)
   if program is None:
     raise ProgramError('has no <svg> ... </svg>')
   program = program.replace('\r\n', '\n')
-  if np.all(draw(read_program(program), _PREVIEW) == 255):
-    raise ProgramError('draws nothing on white')
+  if not is_drawn(program, side):
+    raise ProgramError(f'draws nothing on white at {side} x {side} pixels')
   return Target(program, identity(program))

@@ -166,14 +166,14 @@ class SvgEnvironment(TextEnvironment):
   @functools.cached_property
   def drawings(self) -> tuple[Target, ...]:
     """The drawings of the user's files, of the part that is played; ValueError if they cannot be read."""
-    part = (self.split, self.test_share)
+    part = (self.split, self.test_share, self.side)
     return drawings.load_drawings(self.path, self.field, self.bad_drawings, *part, drawings.stamp_of(self.path))
 
   def target(self, seed: int) -> Target:
     """The target of a seed."""
     if self.path:
       return self.drawings[selection.select(seed, len(self.drawings), 'shuffled')]
-    return targets.make_target(self._recipe, seed, self.split, self.test_share)
+    return targets.make_target(self._recipe, seed, self.split, self.test_share, self.side)
 
   def random_program(self, seed: int, number: int) -> str:
     """A program that is none for the target of a seed; other numbers give others."""

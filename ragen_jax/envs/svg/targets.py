@@ -57,19 +57,25 @@ def identity(program: str) -> str:
   return hashlib.blake2b(picture.tobytes(), digest_size=12).hexdigest()
 
 
-def make_target(recipe: Recipe, seed: int, split: str, test_share: float) -> Target:
-  """The first target of a seed that is in a part of all targets.
+def is_drawn(program: str, side: int) -> bool:
+  """Whether a program draws anything that differs from white in a picture of `side` pixels."""
+  return bool(np.any(draw(read_program(program), side) != 255))
+
+
+def make_target(recipe: Recipe, seed: int, split: str, test_share: float, side: int) -> Target:
+  """The first target of a seed that is in a part of all targets, and can be seen in a picture of `side` pixels.
 
   Raises:
-    ValueError: too many are not in the part, which has few targets or none; one line says so.
+    ValueError: none of many is; one line says so.
   """
   for number in range(_PARTS_TRIES):
     target = _numbered(recipe, seed, number)
-    if split == 'all' or is_held_out(target.id, test_share) == (split == 'test'):
+    is_in = split == 'all' or is_held_out(target.id, test_share) == (split == 'test')
+    if is_in and _is_seen(target.program, side):
       return target
   raise ValueError(
-    f'svg: split={split!r}: none of {_PARTS_TRIES} targets is in this part; allowed: more shapes, kinds or colours, or '
-    f'another share than test_share={test_share}'
+    f'svg: split={split!r}: none of {_PARTS_TRIES} targets is in this part and seen at {side} pixels; allowed: more '
+    f'shapes, kinds or colours, or another share than test_share={test_share}'
   )
 
 
@@ -77,6 +83,9 @@ def make_target(recipe: Recipe, seed: int, split: str, test_share: float) -> Tar
 def _numbered(recipe: Recipe, seed: int, number: int) -> Target:
   program = make_program(recipe, random.Random(seed << 16 | number))
   return Target(program, identity(program))
+
+
+_is_seen = functools.lru_cache(maxsize=4096)(is_drawn)
 
 
 def make_program(recipe: Recipe, rng: random.Random) -> str:

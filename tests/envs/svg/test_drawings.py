@@ -16,8 +16,8 @@ def rect(x: int) -> str:
   return svg(f'<rect x="{x}" y="5" width="9" height="9"/>')
 
 
-def load(path, *, field='svg', bad='drop', split='all', share=0.3):
-  return drawings.load_drawings(str(path), field, bad, split, share, drawings.stamp_of(str(path)))
+def load(path, *, field='svg', bad='drop', split='all', share=0.3, side=64):
+  return drawings.load_drawings(str(path), field, bad, split, share, side, drawings.stamp_of(str(path)))
 
 
 def test_a_folder_is_read_in_order_each_picture_once(tmp_path):
@@ -47,6 +47,18 @@ def test_rows_of_a_file_and_what_is_left_out(tmp_path, caplog):
   path.write_text('[1]\n')
   with raises_one_line(r"svg: path='.*mine\.jsonl': line 1 is \[1\]; allowed: an object"):
     load(path)
+
+
+@pytest.mark.parametrize(('side', 'seen'), [(16, False), (48, False), (64, True)])
+def test_a_drawing_that_is_white_at_the_size_of_the_pictures_is_left_out(tmp_path, side, seen):
+  thin = svg('<rect y="0.15" width="100" height="0.1"/>')  # between two lines of samples, but for 64 pixels
+  path = tmp_path / 'mine.json'
+  path.write_text(json.dumps([{'svg': rect(10)}, {'svg': thin}]))
+  assert [x.program for x in load(path, side=side)] == [rect(10), thin][: 1 + seen]
+  if not seen:
+    with raises_one_line(rf'line 2: draws nothing on white at {side} x {side} pixels|row 2: .*|.*at {side} x {side} '):
+      load(path, side=side, bad='refuse')
+  assert len(load(path, side=64)) == 2
 
 
 def test_parts_have_no_picture_in_common(tmp_path):

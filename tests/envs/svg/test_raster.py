@@ -115,7 +115,7 @@ def test_pictures_are_those_of_another_rasteriser(size, mean):
   recipe = targets.Recipe(2, 6, targets.KINDS, targets.COLOURS, True, True, 5)
   differences = []
   for seed in range(20):
-    program = targets.make_target(recipe, seed, 'all', 0.1).program
+    program = targets.make_target(recipe, seed, 'all', 0.1, size).program
     own = draw(read_program(program), size).astype(int)
     standard = program.replace('<svg ', '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     drawn = resvg.svg_to_bytes(

@@ -20,7 +20,7 @@ ALL = dataclasses.replace(RECIPE, kinds=targets.KINDS, outlines=True, grid=1)
 
 
 def programs(recipe: targets.Recipe, count: int = 60) -> list[str]:
-  return [make_target(recipe, seed, 'all', 0.1).program for seed in range(count)]
+  return [make_target(recipe, seed, 'all', 0.1, 64).program for seed in range(count)]
 
 
 def test_a_target_follows_its_recipe():
@@ -73,11 +73,11 @@ def test_no_shape_is_a_line_also_on_a_coarse_grid():
 
 
 def test_equal_seeds_give_equal_targets_and_parts_share_no_picture():
-  parts = {split: {make_target(RECIPE, seed, split, 0.3).id for seed in range(50)} for split in ('train', 'test')}
+  parts = {split: {make_target(RECIPE, seed, split, 0.3, 64).id for seed in range(50)} for split in ('train', 'test')}
   assert not parts['train'] & parts['test'] and min(map(len, parts.values())) > 40
-  first = [make_target(RECIPE, seed, 'all', 0.3).id for seed in range(50)]
+  first = [make_target(RECIPE, seed, 'all', 0.3, 64).id for seed in range(50)]
   targets._numbered.cache_clear()
-  assert first == [make_target(RECIPE, seed, 'all', 0.3).id for seed in range(50)]
+  assert first == [make_target(RECIPE, seed, 'all', 0.3, 64).id for seed in range(50)]
   kept = [x for x in first if x in parts['train']]
   assert 20 < len(kept) < 48  # a seed of a part has its first target if that is in the part
   two = '<svg viewBox="0 0 100 100"><rect width="9" height="9"/><rect x="20" width="9" height="9"/></svg>'
@@ -98,8 +98,25 @@ FIRST = (
 
 def test_a_part_without_targets_is_told_in_one_line():
   few = targets.Recipe(1, 1, ('rect',), ('red',), True, False, 10)
-  with raises_one_line(r"svg: split='test': none of 512 targets is in this part; .* test_share=1e-09"):
-    make_target(few, 0, 'test', 1e-9)
+  with raises_one_line(
+    r"svg: split='test': none of 512 targets is in this part and seen at 64 pixels; .* test_share=1e-09"
+  ):
+    make_target(few, 0, 'test', 1e-9, 64)
+
+
+def test_a_target_that_is_white_at_the_size_of_the_pictures_is_not_made(monkeypatch):
+  thin = '<svg viewBox="0 0 100 100"><rect y="0.15" width="100" height="0.1"/></svg>'
+  programs = iter([thin, FIRST])
+  made = {}
+
+  def make(recipe, rng):
+    del recipe
+    return made.setdefault(rng.getstate(), next(programs, FIRST))
+
+  targets._numbered.cache_clear()
+  monkeypatch.setattr(targets, 'make_program', make)
+  assert [make_target(RECIPE, 0, 'all', 0.3, side).program for side in (64, 48, 16)] == [thin, FIRST, FIRST]
+  targets._numbered.cache_clear()
 
 
 def test_shapes_are_told_with_their_colours_and_places():
