@@ -37,6 +37,7 @@ def test_tables_are_those_of_the_benchmark():
 def test_sentences_and_errors_of_the_page():
   limits = f'{program.MOST_CHARS:,} characters, {program.MOST_ELEMENTS} elements, {program.MOST_DEPTH} levels'
   assert limits in FLAT and f'{shapes.MOST_POINTS:,} points, {program.MOST_EDGES:,} edges' in FLAT
+  assert f'edges as high as {program.MOST_HEIGHTS:,} canvases together, {program.MOST_PAINTED} painted pictures' in FLAT
   assert all(f'`{name}`' in PAGE for name in (*program.SHAPES, *program._SILENT, 'viewBox'))
   words = {*program._INHERITED, *program._OWN} - {'stroke-dasharray', 'clip-path', 'mask', 'filter'}
   assert all(f'`{name}`' in PAGE for name in words)

@@ -1,7 +1,8 @@
 """Reads small SVG programs, safely: a bounded part of SVG, without entities, files, addresses, style sheets or scripts.
 
-Whatever a program says, reading it ends in a fraction of a second, and so does drawing what was read (raster.py). The
-limits count what the program is drawn from, so they do not depend on the size of the picture.
+Whatever a program says, reading it ends in a fraction of a second, and drawing what was read (raster.py) in about a
+second for the largest pictures. The limits count what is drawn in shares of the picture, so they do not depend on its
+size: the edges, and the areas that are painted.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ MOST_CHARS = 16_384
 MOST_ELEMENTS = 300
 MOST_DEPTH = 16
 # Heights of the canvas that the edges of all polygons may span together; a filled shape of convex outline spans two.
-MOST_HEIGHTS = 2000
+MOST_HEIGHTS = 1000
 MOST_EDGES = 100_000
+# Pictures that are painted: each fill or stroke paints its height, each group or shape with an opacity a whole one.
+MOST_PAINTED = 100
 CANVAS = 100.0  # user units of the sides of the canvas of a program that does not say
 
 GROUPS = ('svg', 'g')
@@ -113,7 +116,7 @@ class _Reader:
     self._open: list[_Open] = []
     self._silent = 0  # depth of elements whose content is not drawn
     self._elements = self._points = self._edges = 0
-    self._heights = 0.0
+    self._heights = self._painted = 0.0
     self._whole = (CANVAS, CANVAS)
     self._root: Layer | None = None
 
@@ -181,6 +184,7 @@ class _Reader:
     if own['display'] == 'none':
       layer = Layer([])  # that nothing shows
     elif opacity < 1:
+      self._count_painted(1.0)
       layer = Layer([], opacity)
       parent.layer.parts.append(layer)
     moved = composed(composed(parent.matrix, matrix), read_transform(own['transform'], 'transform'))
@@ -212,7 +216,16 @@ class _Reader:
     opacity = read_share(own['opacity'], 'opacity')
     if not marks or own['display'] == 'none' or inherited['visibility'] != 'visible':
       return
-    parent.layer.parts += [Layer(marks, opacity)] if opacity < 1 else marks
+    if opacity < 1:
+      self._count_painted(1.0)
+      marks = [Layer(marks, opacity)]
+    parent.layer.parts += marks
+
+  def _count_painted(self, share: float) -> None:
+    """Counts a share of the picture that is painted; ProgramError if that is too much."""
+    self._painted += share
+    if self._painted > MOST_PAINTED:
+      raise ProgramError(f'the program paints more than {MOST_PAINTED} times the picture')
 
   def _marks(
     self,
@@ -240,7 +253,7 @@ class _Reader:
   def _mark(
     self, polygons: list[np.ndarray], matrix: np.ndarray, paint: Colour, opacity: float, even_odd: bool
   ) -> Mark:
-    """The area of stacks of polygons f64[m, n, 2] in user units; counts its edges."""
+    """The area of stacks of polygons f64[m, n, 2] in user units; counts its edges and its height."""
     if not polygons:
       return Mark(np.zeros((0, 4)), even_odd, paint)
     edges = np.concatenate([shapes.edges_of(stack, matrix) for stack in polygons])
@@ -255,6 +268,7 @@ class _Reader:
       raise ProgramError(
         f'the edges of the program are together more than {MOST_HEIGHTS:,} times as high as the canvas'
       )
+    self._count_painted(float(np.ptp(ends)))
     return Mark(edges, even_odd, dataclasses.replace(paint, alpha=paint.alpha * opacity))
 
 

@@ -13,14 +13,14 @@ _LINES = 4  # sample lines of a row of pixels; along a line, the covered part of
 
 def draw(layer: Layer, size: int) -> np.ndarray:
   """The picture u8[size, size, 3] of a layer over white."""
-  canvas = np.zeros((size, size, 4), np.float32)  # red, green, blue times the opacity, and the opacity, from 0 to 1
+  canvas = np.zeros((4, size, size), np.float32)  # red, green, blue times the opacity, and the opacity, from 0 to 1
   _draw(layer, canvas)
-  colours = canvas[..., :3] + (1 - canvas[..., 3:])
-  return np.clip(np.rint(colours * 255), 0, 255).astype(np.uint8)
+  colours = canvas[:3] + (1 - canvas[3])
+  return np.ascontiguousarray(np.clip(np.rint(colours * 255), 0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
 def _draw(layer: Layer, canvas: np.ndarray) -> None:
-  """Draws the parts of a layer over a canvas f32[size, size, 4]."""
+  """Draws the parts of a layer over a canvas f32[4, size, size]."""
   for part in layer.parts:
     if isinstance(part, Mark):
       _paint(part, canvas)
@@ -28,24 +28,25 @@ def _draw(layer: Layer, canvas: np.ndarray) -> None:
       own = np.zeros_like(canvas)
       _draw(part, own)
       own *= np.float32(part.opacity)
-      canvas *= 1 - own[..., 3:]
+      canvas *= 1 - own[3]
       canvas += own
 
 
 def _paint(mark: Mark, canvas: np.ndarray) -> None:
   """Mixes a mark with the canvas, where its edges are."""
-  size = len(canvas)
+  size = canvas.shape[1]
   edges = mark.edges * size
   low, high = edges[:, [1, 3]].min(), edges[:, [1, 3]].max()
   top, bottom = max(math.floor(low), 0), min(math.ceil(high), size)
   if top >= bottom:
     return
   edges = edges - np.array([0.0, top, 0.0, top])
-  alpha = coverage(edges, mark.even_odd, bottom - top, size)[..., None] * np.float32(mark.colour.alpha)
-  colour = np.array([*(x / 255 for x in mark.colour.rgb), 1.0], np.float32)
-  part = canvas[top:bottom]
-  part *= 1 - alpha
-  part += alpha * colour
+  alpha = coverage(edges, mark.even_odd, bottom - top, size) * np.float32(mark.colour.alpha)
+  rest = 1 - alpha
+  for plane, share in zip(canvas, (*(x / 255 for x in mark.colour.rgb), 1.0), strict=True):
+    part = plane[top:bottom]
+    part *= rest
+    part += alpha * np.float32(share)
 
 
 def coverage(edges: np.ndarray, even_odd: bool, height: int, width: int) -> np.ndarray:
@@ -74,15 +75,15 @@ def coverage(edges: np.ndarray, even_odd: bool, height: int, width: int) -> np.n
   starts = np.flatnonzero(inside[:-1])
   rows = line[starts] // _LINES
   # Of a span from a to b, a pixel has the part before b less the part before a.
-  changes = _steps(rows, x[starts + 1], height, width) - _steps(rows, x[starts], height, width)
+  changes = _steps(np.tile(rows, 2), np.concatenate([x[starts + 1], x[starts]]), np.repeat([1, -1], len(starts)), width)
+  changes = np.bincount(*changes, minlength=height * (width + 2))
   covered = np.cumsum(changes.reshape(height, width + 2), axis=1)[:, :width]
   return np.clip(covered / _LINES, 0, 1).astype(np.float32)
 
 
-def _steps(rows: np.ndarray, x: np.ndarray, height: int, width: int) -> np.ndarray:
-  """The differences along rows, f64[height * (width + 2)], of the part of each pixel before x, summed over all x."""
+def _steps(rows: np.ndarray, x: np.ndarray, signs: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+  """Where the part of each pixel before x changes along rows of `width` + 2, and by how much, times a sign."""
   whole = np.floor(x).astype(np.int64)
   part = x - whole
   at = rows * (width + 2) + whole
-  size = height * (width + 2)
-  return np.bincount(at, part - 1, size) + np.bincount(at + 1, -part, size)
+  return np.concatenate([at, at + 1]), np.concatenate([signs * (part - 1), -signs * part])

@@ -15,7 +15,8 @@ from ragen_jax.utils.errors import short
 LARGEST_NUMBER = 1e5
 _LARGEST_SCALE = 1e20  # of transforms
 
-_NUMBER = r'[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?'
+# A text matches in one way only, so that a failing match does not try all of them.
+_NUMBER = r'[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?'
 _FIRST = re.compile(_NUMBER)
 _LENGTH = re.compile(rf'({_NUMBER})(px|%)?')
 _GAP = re.compile(r'[ \t\r\n]*(?:,[ \t\r\n]*)?')

@@ -10,7 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from ragen_jax.envs.svg.program import MOST_CHARS, find_program, read_program
+from ragen_jax.envs.svg import raster
+from ragen_jax.envs.svg.environment import LARGEST_SIDE
+from ragen_jax.envs.svg.program import MOST_CHARS, MOST_PAINTED, find_program, read_program
 from ragen_jax.envs.svg.raster import draw
 from ragen_jax.envs.svg.values import ProgramError, read_colour, read_transform
 
@@ -50,6 +52,7 @@ HOSTILE = {
   'inf': (svg('<circle r="inf"/>'), "circle: r='inf'"),
   'huge': (svg('<circle r="1e400"/>'), "circle: r='1e400'|numbers up to 100000"),
   'large': (svg('<circle r="1e6"/>'), 'numbers up to 100000'),
+  'long number': (svg(f'<circle r="{"1" * 16_000}x"/>'), 'allowed: a number, px or %'),
   'long exponent': (svg('<circle r="1e0000000009"/>'), 'circle: r='),
   'Unicode digits': (svg('<circle r="٣"/>'), 'circle: r='),
   'nan in points': (svg('<polygon points="1 2 nan 3"/>'), 'does not begin with a number'),
@@ -102,14 +105,52 @@ def test_hostile_programs_are_refused_in_one_line_and_soon(name, monkeypatch):
 
 
 def test_the_most_costly_programs_that_are_allowed_are_drawn_soon():
-  layers = ''.join(f'<g opacity=".9"><rect width="9" height="9" opacity=".{i % 9}1"/></g>' for i in range(140))
+  layers = ''.join(f'<g opacity=".9"><rect width="9" height="9" opacity=".{i % 9}1"/></g>' for i in range(45))
   nested = '<g opacity=".9">' * 14 + '<circle r="50"/>' + '</g>' * 14
-  high = '<path d="M0 0' + 'v100v-100' * 990 + '"/>'
+  high = '<path d="M0 0' + 'v100v-100' * 490 + '"/>'
   joins = '<path d="M0 0' + 'h1v1' * 1000 + '" stroke="red" stroke-linejoin="round"/>'
   for content in (layers, nested, high, joins):
     began = time.process_time()
     picture = draw(read_program(svg(content)), 256)
     assert picture.shape == (256, 256, 3) and time.process_time() - began < 4
+
+
+PAGE = 'width="100" height="100"'
+COSTLY = {
+  'opacity of shapes': lambda n: f'<rect {PAGE} opacity=".5"/>' * (n // 2),
+  'opacity of groups': lambda n: '<g opacity=".5"></g>' * n,
+  'fills': lambda n: f'<rect {PAGE}/>' * n,
+  'fills and strokes': lambda n: f'<rect {PAGE} stroke="red"/>' * (n // 2),
+  'halves': lambda n: '<rect y="25" width="9" height="50"/>' * (2 * n),
+  'over the border': lambda n: '<rect y="-400" width="900" height="900"/>' * n,
+}
+
+
+@pytest.mark.parametrize('name', COSTLY)
+def test_the_work_of_drawing_is_bounded_at_the_largest_size(name, monkeypatch):
+  work = {'painted': 0.0, 'layers': 0}
+
+  def coverage(edges, even_odd, height, width):
+    work['painted'] += height * width / LARGEST_SIDE**2
+    return np.zeros((height, width), np.float32)
+
+  def zeros_like(canvas):
+    work['layers'] += 1
+    return np.zeros(canvas.shape, canvas.dtype)
+
+  monkeypatch.setattr(raster, 'coverage', coverage)
+  monkeypatch.setattr(raster.np, 'zeros_like', zeros_like)
+  draw(read_program(svg(COSTLY[name](MOST_PAINTED))), LARGEST_SIDE)
+  assert MOST_PAINTED - 1e-6 <= sum(work.values()) <= MOST_PAINTED + 1e-6
+  with pytest.raises(ProgramError, match=f'paints more than {MOST_PAINTED} times the picture'):
+    read_program(svg(COSTLY[name](MOST_PAINTED + 2)))
+
+
+def test_the_edges_that_are_sorted_are_bounded():
+  high = lambda n: svg('<path d="M0 0' + 'v100v-100' * (n // 2) + '"/>')  # noqa: E731
+  read_program(high(1000))
+  with pytest.raises(ProgramError, match='more than 1,000 times as high as the canvas'):
+    read_program(high(1002))
 
 
 def test_random_texts_never_raise_another_error():
