@@ -693,7 +693,7 @@ def by_tag() -> ConfigDict:
       'pay': 'best',
       # Reward of a score of 1.
       'score_reward': 1.0,
-      # Score from which an episode is won, and over.
+      # Score from which an episode is won, and over; with pay='each' it goes on.
       'success_score': 0.95,
       'max_turns': 3,
       'max_actions': 3,

@@ -43,9 +43,11 @@ SCHEDULES = ('lockstep', 'continuous')
 
 
 def status_after_turn(*, done: bool, success: bool, actions_left: int, last_turn: bool) -> Status:
-  """The status after a turn. If the game is over, the limits have no effect."""
+  """The status after a turn. If the game is over, the limits have no effect; nor if it is won and goes on."""
   if done:
     return Status.SUCCESS if success else Status.FAILURE
+  if success and (actions_left <= 0 or last_turn):
+    return Status.SUCCESS
   if actions_left <= 0:
     return Status.OUT_OF_ACTIONS
   return Status.OUT_OF_TURNS if last_turn else Status.RUNNING

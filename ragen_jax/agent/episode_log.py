@@ -8,7 +8,7 @@ import numpy as np
 
 from ragen_jax.agent.context_manager import ContextManager, ParsedReply, Prompt
 from ragen_jax.agent.env_manager import EnvStateManager, StepResult
-from ragen_jax.agent.episode import Chat, Episode, Limits, Status, TextReply, Turn, status_after_turn
+from ragen_jax.agent.episode import TRUNCATED, Chat, Episode, Limits, Status, TextReply, Turn, status_after_turn
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.agent.segments import Observation
 from ragen_jax.agent.trajectory import Timeline
@@ -62,6 +62,7 @@ class EpisodeLog:
     self._turns_allowed = np.asarray([min(limits.max_turns, s.budget.max_turns) for s in envs.specs])[envs.row_env]
     own = [row - envs.first_row for row in pictured if 0 <= row - envs.first_row < rows]
     self._pictures = {row: envs.picture(row) for row in own}
+    self._won: set[int] = set()  # rows that are won and go on
     self._keeps_chats = not writes_tokens
     self.row_steps = 0
     self._anchors = np.full((rows, limits.max_turns), -1, np.int32)
@@ -118,8 +119,8 @@ class EpisodeLog:
     return self.context.messages(env, self.past(row), self.observations[row], left)
 
   def leave(self, row: int, status: Status) -> None:
-    """Ends an episode before its current turn, which is not recorded."""
-    self.status[row] = status
+    """Ends an episode before its current turn, which is not recorded. If it is won and went on, it is a success."""
+    self.status[row] = Status.SUCCESS if status in TRUNCATED and row in self._won else status
 
   def record(self, replies: Mapping[int, TextReply], parsed: Mapping[int, ParsedReply], result: StepResult) -> None:
     """Records and rewards a turn of the rows that replied (row -> reply), and ends episodes that are over."""
@@ -160,6 +161,8 @@ class EpisodeLog:
         self._pay(row, reply.ids, turn.reply_reward)
       anchor = int(envs.row_group[row]), before[row]
       self._anchors[row, len(self.past(row)) - 1] = self._anchor_ids.setdefault(anchor, len(self._anchor_ids))
+      if result.success[row]:
+        self._won.add(row)
       self.status[row] = Status.ENV_ERROR if row in faults else status_after_turn(
         done=result.done[row],
         success=result.success[row],

@@ -72,7 +72,7 @@ class OutsidePool(Pool):
     rewards: list[list[float]] = [[] for _ in range(self.rows)]
     metrics: list[dict[str, float]] = [{} for _ in range(self.rows)]
     effective = np.zeros((self.rows,), np.int32)
-    form = self.spec.env.image_form
+    read = functools.partial(read_step, form=self.spec.env.image_form, success_stands=self.spec.env.success_stands)
     # The rows play their first actions, then their second, and so on.
     for i in range(self.spec.budget.max_actions_per_turn):
       rows = [
@@ -84,7 +84,7 @@ class OutsidePool(Pool):
         break
       chosen = [actions[row][i] for row in rows]
       results = self._ask('step', functools.partial(self._session.step, rows, chosen), len(rows))
-      for row, result in zip(rows, (_own_names(read_step(raw, form)) for raw in results), strict=True):
+      for row, result in zip(rows, (_own_names(read(raw)) for raw in results), strict=True):
         if isinstance(result, Fault):
           self._fail(row, result)
           continue

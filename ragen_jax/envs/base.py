@@ -117,6 +117,7 @@ class Game(abc.ABC):
     whole_answer: whether the whole text of an answer is one action; otherwise actions are separated in it.
     system: the system message of its prompts; '' for the usual sentence.
     state_label: the word above an observation in prompts; '' for none.
+    success_stands: whether a success of a game outside JAX that goes on counts, also if a limit ends the episode.
     counts_turns: whether prompts tell the limits of turns and actions, the number of a turn, and the actions left.
   """
 
@@ -134,6 +135,7 @@ class Game(abc.ABC):
   whole_answer: ClassVar[bool] = False
   system: ClassVar[str] = ''
   state_label: ClassVar[str] = 'State'
+  success_stands: ClassVar[bool] = False
   counts_turns: ClassVar[bool] = True
 
   # -- text about the game -------------------------------------------------------------------------------------------

@@ -18,6 +18,10 @@ from ragen_jax.agent.episode import TRUNCATED, Episode, Status, Turn, status_aft
     ({'actions_left': 0}, Status.OUT_OF_ACTIONS),
     ({'last_turn': True}, Status.OUT_OF_TURNS),
     ({'actions_left': 0, 'last_turn': True}, Status.OUT_OF_ACTIONS),
+    # A game that is won and goes on is no failure of the limits.
+    ({'success': True}, Status.RUNNING),
+    ({'success': True, 'actions_left': 0}, Status.SUCCESS),
+    ({'success': True, 'last_turn': True}, Status.SUCCESS),
     # The game's own end comes before the limits.
     ({'done': True, 'success': True, 'actions_left': 0, 'last_turn': True}, Status.SUCCESS),
     ({'done': True, 'actions_left': 0, 'last_turn': True}, Status.FAILURE),

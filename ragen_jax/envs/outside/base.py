@@ -261,17 +261,18 @@ def _read_expert(raw: Any, what: str) -> list[str] | Fault:
   return texts if wrong is None else Fault(f'{what} did not return a list of texts', wrong.detail)
 
 
-def read_step(raw: Any, form: ImageForm | None = None) -> TextStep | Fault:
+def read_step(raw: Any, form: ImageForm | None = None, *, success_stands: bool = False) -> TextStep | Fault:
   """The checked result of a step: a `Fault`, or (observation, reward, done, info).
 
   `info` is the success as a bool, or a mapping with 'success' (needed once the game is over), perhaps 'effective', and
-  perhaps 'metrics': finite numbers, or pairs of them for ratios, by names in snake case.
+  perhaps 'metrics': finite numbers, or pairs of them for ratios, by names in snake case. A success before the game is
+  over is none, unless `success_stands`.
   """
-  step, fault = attempt(functools.partial(_read_step, raw, form), 'reading a step')
+  step, fault = attempt(functools.partial(_read_step, raw, form, success_stands), 'reading a step')
   return fault or step
 
 
-def _read_step(raw: Any, form: ImageForm | None) -> TextStep | Fault:
+def _read_step(raw: Any, form: ImageForm | None, success_stands: bool) -> TextStep | Fault:
   if isinstance(raw, Fault):
     return _read_fault(raw)
   if not isinstance(raw, tuple | list) or len(raw) != 4:
@@ -298,4 +299,4 @@ def _read_step(raw: Any, form: ImageForm | None) -> TextStep | Fault:
   if isinstance(metrics, Fault):
     return metrics
   effective = None if effective is None else bool(effective)
-  return TextStep(observation, number, bool(done), bool(done and success), effective, metrics)
+  return TextStep(observation, number, bool(done), bool(success and (done or success_stands)), effective, metrics)

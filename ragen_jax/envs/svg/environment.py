@@ -61,7 +61,8 @@ class SvgEnvironment(TextEnvironment):
     weights: name of a part of the score -> its weight.
     pay: 'best' pays what a drawing adds to the best score of the episode, 'each' pays the score of each drawing.
     score_reward: reward of a score of 1.
-    success_score: score from which the episode is won, and over.
+    success_score: score from which the episode is won; with pay='best' it is over then, with pay='each' it goes on, so
+      that a drawing that wins is paid in all turns like one that nearly does.
   """
 
   name: ClassVar[str] = 'svg'
@@ -129,10 +130,12 @@ class SvgEnvironment(TextEnvironment):
     paid = {
       'best': 'A drawing pays what it adds to your best score.', 'each': 'Each drawing pays its score.'
     }[self.pay]  # fmt: skip
+    ending = ', and you may go on drawing' if self.success_stands else ''
     scale = '' if self.score_reward == 1 else f' A score of 1 pays {self.score_reward:g}.'
     return (
       f'Write an SVG program that draws the target again, on a white canvas. {shown} The score is from 0 to 1, and '
-      f'compares what is drawn, with these weights: {parts}. {paid}{scale} A score of {self.success_score:g} wins.\n'
+      f'compares what is drawn, with these weights: {parts}. {paid}{scale} A score of '
+      f'{self.success_score:g} wins{ending}.\n'
       f'You may use {", ".join(SHAPES)}, and g with transform; fill, stroke, stroke-width and opacity; and colours by '
       f'name or as #rrggbb. A program has at most {MOST_ELEMENTS} elements and {MOST_CHARS} characters.'
     )
@@ -147,6 +150,10 @@ class SvgEnvironment(TextEnvironment):
     except ProgramError:
       return None
     return program
+
+  @property
+  def success_stands(self) -> bool:
+    return self.pay == 'each'
 
   # -- the targets -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +208,7 @@ class SvgEnvironment(TextEnvironment):
 
 @dataclasses.dataclass
 class _Row:
-  """An episode: its target, the last drawing, the best score with its parts, and the number of drawings."""
+  """An episode: its target, the last drawing, the best score with its parts, whether it is won, and its drawings."""
 
   seed: int
   target: Target
@@ -209,6 +216,7 @@ class _Row:
   drawing: np.ndarray
   best: float = 0.0
   parts: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+  won: bool = False
   drawn: int = 0
 
 
@@ -265,11 +273,11 @@ class SvgSession(Session):
     if better:
       metrics = {name: parts[name] - row.parts[name] for name in PARTS} | {'similarity': score - row.best}
       row.best, row.parts = score, parts
-    won = score >= self._env.success_score
+    row.won = row.won or score >= self._env.success_score
     told = ', '.join(f'{name} {_floor(parts[name])}' for name in PARTS)
     observation = self._shown(row, f'Score of this drawing: {_floor(score)} ({told}).')
-    info = {'success': won, 'effective': effective, 'metrics': metrics}
-    return observation, self._env.score_reward * paid, won, info
+    info = {'success': row.won, 'effective': effective, 'metrics': metrics}
+    return observation, self._env.score_reward * paid, row.won and not self._env.success_stands, info
 
   def _shown(self, row: _Row, told: str) -> dict[str, Any]:
     """An observation of the form of the environment; `told` is empty before the first drawing."""

@@ -12,8 +12,11 @@ from PIL import Image
 from configs import svg_vision_ppo, vagen_svg
 from ragen_jax import build
 from ragen_jax import envs as registry
+from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
+from ragen_jax.agent.env_manager import EnvStateManager
+from ragen_jax.agent.episode import Status
 from ragen_jax.agent.outside_pool import OutsidePool
 from ragen_jax.config.checks import check_config
 from ragen_jax.config.image_checks import check_images
@@ -29,7 +32,7 @@ from ragen_jax.utils.errors import UserError
 from tests.envs.svg.test_program import svg
 from tests.support.configs import assert_refused
 from tests.support.environments import raises_one_line
-from tests.support.speakers import context_settings, limits
+from tests.support.speakers import ScriptedText, context_settings, limits
 
 SMALL = {'image_size': (32, 32), 'max_shapes': 2, 'kinds': ('rect',)}
 
@@ -96,7 +99,8 @@ def test_an_episode_pays_what_a_drawing_adds_to_the_best_score():
     near = target.program.replace('</svg>', '<circle cx="50" cy="50" r="9" fill="teal"/></svg>')
     steps = []
     for program in (half, near, near, half, *session.expert([0])[0]):
-      steps.append(read_step(session.step([0], [program])[0], env.image_form))
+      result = session.step([0], [program])[0]
+      steps.append(read_step(result, env.image_form, success_stands=env.success_stands))
       drawn = steps[-1].observation
       assert np.array_equal(drawn.images[1], draw(read_program(program), 32))
       assert np.array_equal(drawn.images[0], first.images[0])
@@ -106,7 +110,7 @@ def test_an_episode_pays_what_a_drawing_adds_to_the_best_score():
       steps[1].observation.text
     )
     paid[pay] = [step.reward for step in steps]
-    assert [step.done for step in steps] == [False] * 4 + [True] and steps[-1].success
+    assert [step.done for step in steps] == [False] * 4 + [pay == 'best'] and steps[-1].success
     assert [step.effective for step in steps] == [True, True, False, True, True]
     for name in ('similarity', 'pixels', 'edges', 'colours'):
       assert sum(step.metrics[name] for step in steps) == pytest.approx(1.0)
@@ -114,8 +118,45 @@ def test_an_episode_pays_what_a_drawing_adds_to_the_best_score():
     session.reset([0], [3], [0])
     again = read_step(session.step([0], [half])[0], env.image_form)
     assert again.metrics == pytest.approx(steps[0].metrics) and again.reward == pytest.approx(paid[pay][0])
+  assert not steps[3].success
   assert paid['each'] == pytest.approx([4 * x for x in scores])
   assert paid['best'] == pytest.approx([4 * scores[0], 4 * (scores[1] - scores[0]), 0, 0, 4 * (1 - scores[1])])
+
+
+class Leaver(ScriptedText):
+  """Replies once; then the prompt does not fit."""
+
+  def reply(self, log):
+    for row in log.live if log.turn else ():
+      log.leave(row, Status.OUT_OF_CONTEXT)
+    return super().reply(log)
+
+
+@pytest.mark.parametrize(
+  ('pay', 'speaker', 'replies', 'turns', 'paid', 'status'),
+  [
+    ('best', ScriptedText, ('won', 'won', 'won'), 1, 1, Status.SUCCESS),
+    ('each', ScriptedText, ('won', 'won', 'won'), 3, 3, Status.SUCCESS),
+    ('each', ScriptedText, ('won', 'white', 'no'), 3, 1, Status.SUCCESS),
+    ('each', ScriptedText, ('white', 'no', 'white'), 3, 0, Status.OUT_OF_TURNS),
+    ('each', Leaver, ('won',), 1, 1, Status.SUCCESS),
+    ('each', Leaver, ('white',), 1, 0, Status.OUT_OF_CONTEXT),
+  ],
+)  # fmt: skip
+def test_winning_does_not_pay_less_than_almost_winning(tmp_path, pay, speaker, replies, turns, paid, status):
+  programs = {'won': svg('<rect width="50" height="50" fill="red"/>'), 'white': svg(''), 'no': 'no'}
+  (tmp_path / 'a.svg').write_text(programs['won'])
+  config = svg_vision_ppo.get_config()
+  config.envs.SVG.update(
+    {'path': str(tmp_path), 'split': 'all', 'pay': pay, 'max_turns': 3, 'max_actions': 4, 'image_size': (32, 32)}
+  )
+  specs = build.env_specs(config, ('SVG',), (1,))
+  context = ContextManager(ChatTokenizer(presets.resolve('tiny-vl', '')), specs, context_settings())
+  proxy = AgentProxy(EnvStateManager(specs, 1), context, limits(max_turns=3))
+  script = [f'<think></think><answer>{programs[name]}</answer>' for name in replies]
+  (episode,) = proxy.rollout(speaker(script), 5).episodes
+  assert (len(episode.turns), episode.env_return, episode.status) == (turns, pytest.approx(paid), status)
+  assert episode.success == ('won' in replies)
 
 
 def test_with_one_image_the_target_is_shown_once():
@@ -134,7 +175,7 @@ def test_weights_change_score_and_rules():
   assert env.score(a, b) == (1.0, {'pixels': 0.0, 'edges': env.score(a, b)[1]['edges'], 'colours': 1.0})
   assert 'these weights: colours 2. A drawing pays' in env.rules() and make().score(a, b)[0] < 0.4
   told = make(pay='each', score_reward=5.0, success_score=0.8).rules()
-  assert 'Each drawing pays its score. A score of 1 pays 5. A score of 0.8 wins.' in told
+  assert 'Each drawing pays its score. A score of 1 pays 5. A score of 0.8 wins, and you may go on drawing.' in told
 
 
 def test_the_user_s_drawings_are_played_and_told_apart(tmp_path):
