@@ -158,6 +158,11 @@ class TextEnvironment(Game):
     return [list(self.action_words)] * len(np.asarray(states.done))
 
 
+def floored(score: float) -> str:
+  """A score with two decimals, for an observation; it does not reach 1 unless the score does."""
+  return f'{math.floor(score * 100 + 1e-9) / 100:.2f}'
+
+
 # -- checking the results of an environment ----------------------------------------------------------------------------
 
 

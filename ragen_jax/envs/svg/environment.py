@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from ragen_jax.envs.options import (
   is_integer,
   is_number,
 )
-from ragen_jax.envs.outside.base import LARGEST_REWARD, Session, TextEnvironment
+from ragen_jax.envs.outside.base import LARGEST_REWARD, Session, TextEnvironment, floored
 from ragen_jax.envs.outside.images import ImageForm
 from ragen_jax.envs.svg import drawings, targets
 from ragen_jax.envs.svg.program import MOST_CHARS, MOST_ELEMENTS, SHAPES, find_program, read_program
@@ -274,8 +273,8 @@ class SvgSession(Session):
       metrics = {name: parts[name] - row.parts[name] for name in PARTS} | {'similarity': score - row.best}
       row.best, row.parts = score, parts
     row.won = row.won or score >= self._env.success_score
-    told = ', '.join(f'{name} {_floor(parts[name])}' for name in PARTS)
-    observation = self._shown(row, f'Score of this drawing: {_floor(score)} ({told}).')
+    told = ', '.join(f'{name} {floored(parts[name])}' for name in PARTS)
+    observation = self._shown(row, f'Score of this drawing: {floored(score)} ({told}).')
     info = {'success': row.won, 'effective': effective, 'metrics': metrics}
     return observation, self._env.score_reward * paid, row.won and not self._env.success_stands, info
 
@@ -288,11 +287,6 @@ class SvgSession(Session):
     else:
       lines, images = [f'Target: {IMAGE_MARK}'], [row.wanted]
     return {'text': '\n'.join([*lines, told or 'The canvas is still white.']), 'images': images}
-
-
-def _floor(score: float) -> str:
-  """A score with two decimals that does not reach 1 unless it is."""
-  return f'{math.floor(score * 100 + 1e-9) / 100:.2f}'
 
 
 # -- checks of the options ---------------------------------------------------------------------------------------------

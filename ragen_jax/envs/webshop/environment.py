@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.dataset import selection
 from ragen_jax.envs.options import check_choice, check_flag, check_seconds, check_url, check_whole_number
-from ragen_jax.envs.outside.base import Session, TextEnvironment
+from ragen_jax.envs.outside.base import Session, TextEnvironment, floored
 from ragen_jax.envs.webshop.pages import Page, plain
 from ragen_jax.envs.webshop.site import Site, SiteSettings, chosen_options, search_words
 from ragen_jax.utils.threads import Fault
@@ -202,7 +202,7 @@ class WebShopSession(Session):
     success = page.score >= 1
     reward = float(success) if self._env.reward == 'success' else min(page.score, 1.0)
     metrics = {'purchases': 1.0, 'raw_reward': page.score, **page.parts}
-    return f'You bought it. Score: {page.score:.2f} of 1.', reward, True, self._info(success, metrics)
+    return f'You bought it. Score: {floored(min(page.score, 1.0))} of 1.', reward, True, self._info(success, metrics)
 
   @staticmethod
   def _info(success: bool, metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -24,6 +24,9 @@ _UNSEEN = ('head', 'script', 'style', 'title', 'iframe')
 _SINGLE = ('area', 'base', 'br', 'col', 'embed', 'hr', 'img', 'input', 'link', 'meta', 'source', 'wbr')
 _PARTS = ('r_type', 'r_att', 'r_option', 'r_price')
 _SEPARATOR = ' [SEP] '
+# Limits of a page, so that reading it takes seconds at most: characters, and elements or tags that are open at a time.
+MOST_CHARS = 2**20
+MOST_OPEN = 200
 
 
 class PageError(ValueError):
@@ -68,8 +71,12 @@ def read_page(source: str) -> Page:
   """What a page says.
 
   Raises:
-    PageError: it has neither an instruction nor a score, or its score cannot be read.
+    PageError: it has neither an instruction nor a score, its score cannot be read, or it is too large or too deep.
   """
+  if len(source) > MOST_CHARS:
+    raise PageError(f'the page has {len(source):,} characters, more than {MOST_CHARS:,}')
+  if source.count('<', source.rfind('>') + 1) > MOST_OPEN:  # the parser would begin again at each of them
+    raise PageError(f'the page has more than {MOST_OPEN} tags at its end that are not closed')
   reader = _Reader()
   reader.feed(source)
   reader.close()
@@ -106,19 +113,23 @@ def _read_parts(text: str) -> dict[str, float]:
   """The known parts of a score; {} if they cannot be read."""
   try:
     found = ast.literal_eval(text.strip()) if text.strip() else {}
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    values = {name: found.get(name) for name in _PARTS} if isinstance(found, dict) else {}
+    return {k: float(v) for k, v in values.items() if isinstance(v, bool | int | float) and math.isfinite(v)}
+  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, OverflowError):
     return {}
-  values = {name: found.get(name) for name in _PARTS} if isinstance(found, dict) else {}
-  return {k: float(v) for k, v in values.items() if isinstance(v, bool | int | float) and math.isfinite(v)}
 
 
 @dataclasses.dataclass
 class _Element:
-  """An element that is open: its tag, attributes, and text so far."""
+  """An element that is open.
+
+  Attributes:
+    begin: number of pieces of text of the page in front of it.
+  """
 
   tag: str
   attributes: dict[str, str]
-  text: str = ''
+  begin: int
 
   @property
   def classes(self) -> list[str]:
@@ -137,13 +148,19 @@ class _Reader(html.parser.HTMLParser):
     self.score: str | None = None
     self.parts = ''
     self._open: list[_Element] = []
+    self._unseen = 0  # how many of them are of _UNSEEN
+    self._pieces: list[str] = []  # all text of the page
 
   def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-    element = _Element(tag, {name: value or '' for name, value in attrs})
+    element = _Element(tag, {name: value or '' for name, value in attrs}, len(self._pieces))
     if tag == 'input':
       self._read_input(element.attributes)
-    if tag not in _SINGLE:
-      self._open.append(element)
+    if tag in _SINGLE:
+      return
+    if len(self._open) == MOST_OPEN:
+      raise PageError(f'the page has more than {MOST_OPEN} elements within one another')
+    self._open.append(element)
+    self._unseen += tag in _UNSEEN
 
   def _read_input(self, attributes: dict[str, str]) -> None:
     self.has_search |= attributes.get('id') == 'search_input'
@@ -153,26 +170,31 @@ class _Reader(html.parser.HTMLParser):
   def handle_endtag(self, tag: str) -> None:
     # The site closes h4 by h5: headings end headings, and other tags that were not opened are passed over.
     kinds = ('h1', 'h2', 'h3', 'h4', 'h5', 'h6') if re.fullmatch('h[1-6]', tag) else (tag,)
-    places = [i for i, element in enumerate(self._open) if element.tag in kinds]
-    if not places:
+    place = next((i for i in reversed(range(len(self._open))) if self._open[i].tag in kinds), None)
+    if place is None:
       return
-    for element in reversed(self._open[places[-1] :]):
+    for element in reversed(self._open[place:]):
       self._end(element)
       self._open.pop()
+      self._unseen -= element.tag in _UNSEEN
 
   def _end(self, element: _Element) -> None:
     """Reads an element that is whole."""
-    text, form = ' '.join(element.text.split()), self._within('form')
+    is_button = 'btn' in element.classes
+    if not is_button and element.tag not in ('a', 'h4', 'pre'):
+      return
+    whole = ''.join(self._pieces[element.begin :])
+    text, form = ' '.join(whole.split()), self._within('form')
     if element.tag == 'a' and 'product-link' in element.classes and text:
       self.buttons[text.lower()] = element.attributes.get('href', '')
-    elif 'btn' in element.classes and form is not None and text:
+    elif is_button and form is not None and text:
       self.buttons[text.lower()] = form.attributes.get('action', '')
     elif element.tag == 'h4' and self._has_id('instruction-text') and not self.instruction:
       self.instruction = text.removeprefix('Instruction:').strip()
     elif element.tag == 'pre' and self._has_id('reward'):
       self.score = text
     elif element.tag == 'pre' and self._has_id('reward_info'):
-      self.parts = element.text
+      self.parts = whole
 
   def _within(self, tag: str) -> _Element | None:
     return next((element for element in reversed(self._open) if element.tag == tag), None)
@@ -181,8 +203,7 @@ class _Reader(html.parser.HTMLParser):
     return any(element.attributes.get('id') == name for element in self._open)
 
   def handle_data(self, data: str) -> None:
-    for element in self._open:
-      element.text += data
+    self._pieces.append(data)
     words = ' '.join(data.split())
-    if words and not any(element.tag in _UNSEEN for element in self._open):
+    if words and not self._unseen:
       self.texts.append(words)

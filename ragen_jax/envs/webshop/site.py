@@ -101,6 +101,6 @@ def chosen_options(address: str) -> dict[str, str]:
     return {}
   try:
     found = ast.literal_eval(urllib.parse.unquote(parts[-1]))
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
+  except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
     return {}
   return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}

@@ -82,6 +82,15 @@ def test_a_score_above_1_pays_1(make, server, reward):
   server.trouble = lambda path, number: (200, '<h3 id="reward"><pre>1.25</pre></h3>') if 'done' in path else None
   step = play(env, session, *BUY)
   assert (step.reward, step.success, step.metrics['raw_reward']) == (1.0, True, 1.25)
+  assert step.observation == 'You bought it. Score: 1.00 of 1.'
+
+
+@pytest.mark.parametrize(('score', 'shown'), [('0.996', '0.99'), ('0.29', '0.29'), ('0.6666666666666666', '0.66')])
+def test_a_score_below_1_is_not_shown_as_1(make, server, score, shown):
+  session, _ = begin(make(), 0)
+  server.trouble = lambda path, number: (200, f'<h3 id="reward"><pre>{score}</pre></h3>') if 'done' in path else None
+  step = play(make(), session, *BUY)
+  assert step.observation == f'You bought it. Score: {shown} of 1.' and not step.success
 
 
 def test_pages_and_options_are_kept_by_their_addresses(make):

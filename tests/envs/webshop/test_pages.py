@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from ragen_jax.envs.webshop.pages import PageError, read_page
+from ragen_jax.envs.webshop.pages import MOST_CHARS, MOST_OPEN, PageError, read_page
 from tests.support import webshop_server as shop
 
 
@@ -50,6 +52,12 @@ def test_the_last_page_has_the_score_and_its_parts():
   assert read_page(broken).parts == {} and read_page(broken).score == page.score
 
 
+@pytest.mark.parametrize('parts', ["{'r_type': 1" + '0' * 400 + '}', '{[]: 1}', '[' * 300, '3', "{'r_type': 'x'}"])
+def test_parts_that_are_no_numbers_are_left_out(parts):
+  page = read_page(f'<h3 id="reward"><pre>0.5</pre></h3><h4 id="reward_info"><pre>{parts}</pre></h4>')
+  assert page.score == 0.5 and page.parts == {}
+
+
 @pytest.mark.parametrize(
   ('source', 'told'),
   [
@@ -77,3 +85,26 @@ def test_names_that_lead_nowhere_are_no_links():
 def test_a_heading_may_be_closed_as_another_one():
   page = read_page('<div id="instruction-text"><h4>Instruction: x</h5><p>y</p></div></h4><h4>z</h4>')
   assert page.instruction == 'x' and page.texts == ('Instruction: x', 'y', 'z')
+
+
+HEAD = '<div id="instruction-text"><h4>Instruction: x</h4></div>'
+
+
+def test_elements_within_one_another_are_limited():
+  page = read_page(HEAD + '<a class="product-link" href="/y">' * MOST_OPEN + 'y' + '</a>' * MOST_OPEN)
+  assert page.links == {'y': '/y'}
+  for deep in ('<a>x ' * (MOST_OPEN + 1), '<p>' * 10**5, '<a>x ' * 4000):
+    with pytest.raises(PageError, match=r'^the page has more than 200 elements within one another$'):
+      read_page(HEAD + deep)
+  assert read_page(HEAD + '<b>x</b><br>' * (2 * MOST_OPEN)).instruction == 'x'
+
+
+def test_large_pages_are_errors_and_others_are_read_in_time():
+  with pytest.raises(PageError, match=r'^the page has 1,048,577 characters, more than 1,048,576$'):
+    read_page(' ' * (MOST_CHARS + 1))
+  for tag in ('<a ', '<!--'):
+    with pytest.raises(PageError, match=r'^the page has more than 200 tags at its end that are not closed$'):
+      read_page(HEAD + tag * (MOST_OPEN + 1))
+  began = time.process_time()
+  read_page(HEAD + '<a>' * MOST_OPEN + 'x<br>' * 20_000)
+  assert time.process_time() - began < 5
