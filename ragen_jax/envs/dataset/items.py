@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from ragen_jax.envs.dataset import selection, sources
 from ragen_jax.envs.dataset.verifiers import Verifier, VerifierSettings, make_verifier
@@ -37,7 +37,8 @@ class Item:
     gold: what the verifier's `read_gold` returned.
     choices: the texts of the choices A, B, ...; empty for none.
     solution: a worked answer; '' for none.
-    id: digest of the group, or of the question; equal for items that may not be on both sides of a split.
+    id: digest of the group, or of the question's identity to the verifier; equal for items that may not be on both
+      sides of a split.
     extra: the other fields of the row, if the verifier needs them.
     difficulty: a number that a curriculum sorts by, larger for harder questions; None if no field has it.
   """
@@ -65,7 +66,20 @@ class ItemSettings:
     paths: the files of `path`.
     stamps: (size, time of change) of each file, which tell whether it was changed since it was read.
     verifier_settings: what `make_verifier` takes besides the name, as (timeout_s, workers).
+
+  Class attributes, for what users read:
+    further: names in `fields` of texts that the verifier reads of the row.
+    options: name in `fields` -> the name in the option `fields`, where it is another one.
+    word: what a question is called.
+    least: what a source must have.
+    again: what is said of questions that come again with another gold.
   """
+
+  further: ClassVar[tuple[str, ...]] = ()
+  options: ClassVar[Mapping[str, str]] = {}
+  word: ClassVar[str] = 'question'
+  least: ClassVar[str] = 'one question with its answer'
+  again: ClassVar[str] = 'stand there before with another answer; at most one can be right'
 
   paths: tuple[str, ...]
   stamps: tuple[tuple[int, int], ...]
@@ -92,6 +106,11 @@ class ItemSettings:
     if self.paths:
       return f'path={", ".join(self.paths)!r}'
     return f'generator={self.generator!r}' if self.generator else f'hub={self.hub!r}'
+
+  @property
+  def no_gold(self) -> str:
+    """What is said of a gold that cannot be read."""
+    return f'is no gold for verifier={self.verifier!r}'
 
   def make_verifier(self) -> Verifier:
     """A verifier of these options; ValueError if one is not allowed."""
@@ -176,12 +195,9 @@ class _Reader:
     if not isinstance(question, str) or not question.strip():
       raise ValueError(f'{place}: {self._fields["question"]}={short(question)}; allowed: text that is not blank')
     raw = self._field(place, row, 'answer')
-    solution = self._field(place, row, 'solution') if 'solution' in self._fields else ''
-    if not isinstance(solution, str | None):
-      raise ValueError(f'{place}: {self._fields["solution"]}={short(solution)}; allowed: text')
+    texts = {name: self._text(place, row, name) for name in ('solution', *self._settings.further)}
     choices, labels = self._choices(place, row) if 'choices' in self._fields else ((), ())
     group = self._field(place, row, 'group') if 'group' in self._fields else None
-    group = question if group is None or not str(group).strip() else str(group)
     field = self._fields['answer']
     if raw is None and self._verifier.needs_answer:
       raise ValueError(f'{place}: {field}=None; allowed: an answer')
@@ -189,11 +205,20 @@ class _Reader:
     try:
       gold = self._verifier.read_gold(raw, {**row, 'choices': choices, 'choice_labels': labels} if choices else row)
     except ValueError as e:
-      raise ValueError(f'{place}: {field}={short(raw)} is no gold for verifier={self._settings.verifier!r}; {e}') from e
+      raise ValueError(f'{place}: {field}={short(raw)} {self._settings.no_gold}; {e}') from e
+    if group is None or not str(group).strip():
+      group = self._verifier.identity(question, gold)
     used = set(self._fields.values())
     extra = {name: value for name, value in row.items() if name not in used} if self._verifier.needs_extra else _NOTHING
     difficulty = self._difficulty(place, row) if 'difficulty' in self._fields else None
-    return Item(question.strip(), gold, choices, solution or '', selection.digest(group), extra, difficulty)
+    return Item(question.strip(), gold, choices, texts['solution'], selection.digest(str(group)), extra, difficulty)
+
+  def _text(self, place: str, row: Mapping[str, Any], name: str) -> str:
+    """The text of a field that a row may leave empty; '' if the option names none."""
+    text = self._field(place, row, name) if name in self._fields else ''
+    if not isinstance(text, str | None):
+      raise ValueError(f'{place}: {self._fields[name]}={short(text)}; allowed: text')
+    return text or ''
 
   def _difficulty(self, place: str, row: Mapping[str, Any]) -> float:
     raw = self._field(place, row, 'difficulty')
@@ -210,7 +235,8 @@ class _Reader:
     if field not in row:
       hint = did_you_mean(field, map(str, row))
       there = ', '.join(one_line(x, str) for x in list(row)[:50]) or 'none'
-      raise ValueError(f'{place} has no field {field!r} (fields.{name}); {hint}its fields are {there}')
+      option = self._settings.options.get(name, name)
+      raise ValueError(f'{place} has no field {field!r} (fields.{option}); {hint}its fields are {there}')
     return row[field]
 
   def _matched(self, place: str, raw: Any) -> Any:
@@ -259,7 +285,7 @@ class _Reader:
     reasons = self._verifier.check_golds([item.gold for item in items[:_CHECKED_GOLDS]])
     for i, reason in reasons.items():
       gold = f'{self._places[i]}: {self._fields["answer"]}={short(self._verifier.reference(items[i]))}'
-      message = f'{gold} is no gold for verifier={self._settings.verifier!r}; {reason}'
+      message = f'{gold} {self._settings.no_gold}; {reason}'
       if self._settings.bad_rows == 'refuse':
         raise ValueError(message)
       self.unread += 1
@@ -269,29 +295,30 @@ class _Reader:
   def describe_nothing(self) -> str:
     """Why there is no item."""
     if not self.rows:
-      return 'has no rows; allowed: at least one question with its answer'
+      return f'has no rows; allowed: at least {self._settings.least}'
     if self.unread == self.rows:
       return f'none of {self.rows:,} rows can be read; the first: {self._first_unread}'
     if self.long + self.unread == self.rows:
-      return f'all questions have more than max_question_chars={self._settings.max_question_chars} characters'
+      most = self._settings.max_question_chars
+      return f'all {self._settings.word}s have more than max_question_chars={most} characters'
     share = f'split={self._settings.split!r} with test_share={self._settings.test_share:g}'
     return f'{share} has none of the {self.rows - self.long - self.unread:,} items'
 
   def report(self, count: int, seconds: float) -> None:
     """Logs what was read and left out."""
-    settings, kind = self._settings, self._settings.kind
+    settings, kind, word = self._settings, self._settings.kind, self._settings.word
     part = '' if settings.split == 'all' else f' of split {settings.split!r}'
     _log.info('%s: %s: %d items%s of %d rows, in %.1f s', kind, settings.source, count, part, self.rows, seconds)
     if self.long:
       most = settings.max_question_chars
-      message = '%s: %s: %d questions with more than max_question_chars=%d characters are left out'
-      _log.warning(message, kind, settings.source, self.long, most)
+      message = '%s: %s: %d %ss with more than max_question_chars=%d characters are left out'
+      _log.warning(message, kind, settings.source, self.long, word, most)
     if self.unread:
       message = '%s: %s: %d rows that cannot be read are left out; the first: %s'
       _log.warning(message, kind, settings.source, self.unread, self._first_unread)
     if self.contradicting:
-      message = '%s: %s: %d questions stand there before with another answer; at most one can be right'
-      _log.warning(message, kind, settings.source, self.contradicting)
+      message = '%s: %s: %d %ss %s'
+      _log.warning(message, kind, settings.source, self.contradicting, word, settings.again)
 
 
 _NOTHING: Mapping[str, Any] = {}

@@ -106,6 +106,14 @@ class Verifier(abc.ABC):
       ValueError: the gold cannot be read; the message says what is allowed.
     """
 
+  def identity(self, question: str, gold: Any) -> str:
+    """What tells a question from others where the row has no group; its text by default.
+
+    Items whose identities are equal but for letter case and white space are on one side of a split.
+    """
+    del gold
+    return question
+
   @abc.abstractmethod
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
     """A verdict for each answer, or the fault that prevents one. Never raises."""

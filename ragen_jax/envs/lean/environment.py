@@ -165,14 +165,14 @@ class LeanEnvironment(TextEnvironment):
     names = self.fields
     fields = {
       'question': names['statement'], 'answer': names['statement'], 'solution': names['proof'], 'group': names['group'],
-      'difficulty': names['difficulty'],
+      'difficulty': names['difficulty'], 'header': names['header'], 'informal': names['informal'],
     }  # fmt: skip
     return load_items(StatementSettings(
       paths=self.path, stamps=tuple((s.st_size, s.st_mtime_ns) for s in stats), generator='', generator_options='{}',
       hub=self.hub, hub_options=json.dumps(self.hub_options, sort_keys=True), fields=json.dumps(fields),
       answer_pattern='', split=self.split, test_share=self.test_share, limit=self.limit,
       max_question_chars=self.max_question_chars, bad_rows=self.bad_rows, verifier='lean', verifier_options='{}',
-      timeout_s=1.0, workers=1, kind='lean', header=names['header'], informal=names['informal'],
+      timeout_s=1.0, workers=1, kind='lean',
     ))  # fmt: skip
 
   def item(self, seed: int) -> Item:

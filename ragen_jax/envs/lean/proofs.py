@@ -24,7 +24,9 @@ from ragen_jax.utils.errors import short
 STANDARD_AXIOMS = frozenset({'propext', 'Classical.choice', 'Quot.sound'})
 ALLOWED_STATEMENT = "a theorem or lemma with a name that ends in ':= by', with or without 'sorry'"
 _UNSOLVED = 'unsolved goals'
-_NAME = re.compile(r'(?<![\w.])(?:theorem|lemma)\s+([^\s({\[:⦃]+)')
+_NAME = re.compile(r'(?<![\w.])(?:theorem|lemma)\s+((?:«[^»]*»|[^\s({\[:⦃«])+)')
+_BEGINS = re.compile(r'"(?:[^"\\]|\\.)*"|--|/-', re.DOTALL)  # of a comment, or a text in which none begins
+_NESTED = re.compile(r'/-|-/')
 _SORRY = re.compile(r'(?<![\w.])sorry\s*$')
 _AXIOMS = r"'(?:\S+\.)?%s' (?:does not depend on any axioms|depends on axioms: \[(.*?)\])"
 _FENCED = re.compile(r'\s*```\w*\n(.*?)\n?\s*```\s*', re.DOTALL)
@@ -33,18 +35,26 @@ _UNKNOWN = re.compile(r'\?m\.\d+')
 # Words that no step of a proof needs. With them a text could end the theorem and change what the last line prints, run
 # programs in the server, or admit a goal. The words of tactics that only some proofs can do without are not among them.
 _FORBIDDEN = (
-  'abbrev', 'add_decl_doc', 'admit', 'alias', 'attribute', 'axiom', 'builtin_initialize', 'by_elab', 'class',
-  'constant', 'declare_syntax_cat', 'def', 'deriving', 'elab', 'elab_rules', 'end', 'eval%', 'example', 'export',
-  'import', 'inductive', 'infix', 'infixl', 'infixr', 'initialize', 'instance', 'irreducible_def', 'lemma', 'local',
-  'macro', 'macro_rules', 'mutual', 'namespace', 'noncomputable', 'notation', 'notation3', 'opaque', 'partial',
-  'postfix', 'prefix', 'private', 'protected', 'register_option', 'run_cmd', 'run_elab', 'run_meta', 'run_tac',
-  'scoped', 'section', 'set_option', 'simproc', 'sorry', 'sorryAx', 'stop', 'structure', 'syntax', 'theorem',
-  'universe', 'unsafe', 'variable',
+  'abbrev', 'add_decl_doc', 'admit', 'alias', 'apply?', 'attribute', 'axiom', 'binder_predicate', 'class', 'constant',
+  'def', 'deriving', 'end', 'eval%', 'example', 'export', 'grind_pattern', 'hint', 'import', 'inductive', 'infix',
+  'infixl', 'infixr', 'instance', 'irreducible_def', 'lemma', 'local', 'macro', 'macro_rules',
+  'mk_iff_of_inductive_prop', 'mutual', 'namespace', 'noncomputable', 'notation', 'notation3', 'omit', 'opaque',
+  'partial', 'plausible', 'polyrith', 'postfix', 'prefix', 'private', 'proof_wanted', 'protected', 'recall', 'scoped',
+  'seal', 'section', 'slim_check', 'sorry', 'sorryAx', 'stop', 'structure', 'suppress_compilation', 'syntax',
+  'theorem', 'unif_hint', 'universe', 'unsafe', 'unseal', 'unsuppress_compilation', 'variable', 'with_weak_namespace',
 )  # fmt: skip
+# Families of such words, of which libraries have more.
+_FAMILIES = (
+  r'builtin_\w+', r'declare_\w+', r'include(?:_\w+)?', r'initialize\w*', r'register_\w+', r'run_\w+',
+  r'(?:un)?set_option', r'(?:\w+_)?aesop_rules', r'(?:\w+_)?elab(?:_\w+)?', r'(?:\w+_)?grind_propagator',
+  r'(?:\w+_)?d?simproc(?:_\w+)?',
+)  # fmt: skip
+# What `open` may be: of names other than Lean's, for one step.
+_OPENED = r"(?:[ \t]+(?!(?:_root_\.)?Lean\b)[\w.'()]+)+[ \t]+in\b"
 _FORBIDDEN_TEXT = re.compile(
-  r"(?<![\w.'])(?:" + '|'.join(map(re.escape, _FORBIDDEN)) + r")(?![\w'])|(?<![\w.])Lean\.\w+|(?<!\w)#[a-zA-Z]\w*|@\["
+  rf"(?<![\w.])(?:(?:{'|'.join([*map(re.escape, _FORBIDDEN), *_FAMILIES])})(?![\w'])"
+  rf"|(?:_root_\.)?Lean\.\w+|open(?![\w'])(?!{_OPENED})(?:[ \t]+[\w.]+)?)|(?<!\w)#[a-zA-Z]\w*|@\["
 )
-
 
 # -- statements --------------------------------------------------------------------------------------------------------
 
@@ -71,6 +81,13 @@ class Statement:
     """The lines above the theorem; `usual` stand there where the data have none."""
     return self.header or self.imports or usual
 
+  @property
+  def identity(self) -> str:
+    """The text without the name and comments, equal for a theorem that is stated under two names."""
+    text = _without_comments(self.text)
+    found = _find_name(text)
+    return text if found is None else f'{text[: found.start()]}theorem {text[found.end() :]}'
+
 
 def read_statement(raw: Any, header: Any = '', informal: Any = '') -> Statement:
   """The statement that a row of the data has.
@@ -87,10 +104,35 @@ def read_statement(raw: Any, header: Any = '', informal: Any = '') -> Statement:
   imports = [line for line in lines if line.startswith('import ')]
   text = _SORRY.sub('', '\n'.join(line for line in lines if not line.startswith('import '))).strip()
   text += ' by' * text.endswith(':=')
-  names = _NAME.findall(text)
-  if not names or not re.search(r':=\s*by$', text):
+  plain = _without_comments(text)
+  found = _find_name(plain)
+  # `#print axioms` names a theorem without its universes and without _root_.
+  name = found[1].removesuffix('.').removeprefix('_root_.') if found else ''
+  if not name or not re.search(r':=\s*by\s*$', plain):
     raise ValueError(f'allowed: {ALLOWED_STATEMENT}')
-  return Statement(names[-1], text, '\n'.join(imports), (header or '').strip(), (informal or '').strip())
+  return Statement(name, text, '\n'.join(imports), (header or '').strip(), (informal or '').strip())
+
+
+def _find_name(text: str) -> re.Match[str] | None:
+  """The last 'theorem NAME' or 'lemma NAME' of a text without comments."""
+  return next(reversed(list(_NAME.finditer(text))), None)
+
+
+def _without_comments(text: str) -> str:
+  """A text with blanks in place of its comments, which may be nested."""
+  parts, at = [], 0
+  while begin := _BEGINS.search(text, at):
+    end = begin.end()
+    if begin[0] == '--':
+      end += len(text[end:].partition('\n')[0])
+    depth = int(begin[0] == '/-')
+    while depth:
+      mark = _NESTED.search(text, end)
+      depth = 0 if mark is None else depth + (1 if mark[0] == '/-' else -1)
+      end = len(text) if mark is None else mark.end()
+    parts.append(text[at : begin.end()] if begin[0][0] == '"' else text[at : begin.start()] + ' ')
+    at = end
+  return ''.join([*parts, text[at:]])
 
 
 def read_tactics(text: str) -> str:
@@ -103,7 +145,7 @@ def read_tactics(text: str) -> str:
 
 def forbidden(tactics: str) -> str:
   """The first word of tactics that is not allowed in a proof; '' if there is none."""
-  found = _FORBIDDEN_TEXT.search(tactics)
+  found = _FORBIDDEN_TEXT.search(re.sub('[«»]', '', tactics))  # which are around words to make them names
   return found[0] if found else ''
 
 
@@ -223,13 +265,18 @@ def read_outcome(draft: Draft, checked: Checked) -> Outcome:
 
 
 def _find_axioms(name: str, messages: Sequence[Message]) -> tuple[int, frozenset[str]] | None:
-  """The line of the last message that names a theorem's axioms, and these; None if there is none."""
-  found, pattern = None, re.compile(_AXIOMS % re.escape(name), re.DOTALL)
+  """The line of the last message that names a theorem's axioms, and those of all; None if there is no message.
+
+  There are several if the name is ambiguous, or if tactics print such a message. None of them is believed alone.
+  """
+  # Lean leaves « and » out where a name needs none.
+  pattern = re.compile(_AXIOMS % re.sub('[«»]', r'\g<0>?', re.escape(name)), re.DOTALL)
+  found = None
   for message in messages:
     match = pattern.fullmatch(message.text.strip()) if message.severity == 'info' else None
     if match:
-      names = (match[1] or '').split(',')
-      found = message.line, frozenset(x.strip() for x in names if x.strip())
+      names = frozenset(x.strip() for x in (match[1] or '').split(',') if x.strip())
+      found = message.line, names | (found[1] if found else frozenset())
   return found
 
 

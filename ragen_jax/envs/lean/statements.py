@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ragen_jax.envs.dataset.items import Item, ItemSettings
 from ragen_jax.envs.dataset.verifiers import Verdict, Verifier
@@ -15,13 +16,20 @@ from ragen_jax.utils.threads import Fault
 
 @dataclasses.dataclass(frozen=True)
 class StatementSettings(ItemSettings):
-  """`ItemSettings` of statements, with the names of two more fields; '' for none."""
+  """`ItemSettings` of statements. `fields` may also name the fields 'header' and 'informal'."""
 
-  header: str = ''
-  informal: str = ''
+  further: ClassVar[tuple[str, ...]] = ('header', 'informal')
+  options: ClassVar[Mapping[str, str]] = {'question': 'statement', 'answer': 'statement', 'solution': 'proof'}
+  word: ClassVar[str] = 'statement'
+  least: ClassVar[str] = 'one statement'
+  again: ClassVar[str] = 'stand there before with another header or other words'
+
+  @property
+  def no_gold(self) -> str:
+    return 'is no statement'
 
   def make_verifier(self) -> Verifier:
-    return _StatementReader(self.header, self.informal)
+    return _StatementReader(json.loads(self.fields))
 
 
 class _StatementReader(Verifier):
@@ -29,15 +37,15 @@ class _StatementReader(Verifier):
 
   needs_extra = False
 
-  def __init__(self, header: str, informal: str):
-    self._header, self._informal = header, informal
+  def __init__(self, fields: Mapping[str, str]):
+    self._header, self._informal = fields['header'], fields['informal']
 
   def read_gold(self, raw: Any, row: Mapping[str, Any]) -> Statement:
-    missing = next((name for name in (self._header, self._informal) if name and name not in row), None)
-    if missing is not None:
-      raise ValueError(f'allowed: rows with the field {missing!r}')
     header, informal = (row[name] if name else '' for name in (self._header, self._informal))
     return proofs.read_statement(raw, header, informal)
+
+  def identity(self, question: str, gold: Statement) -> str:
+    return gold.identity
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
     """Not used: a server decides about proofs, with the tactics before."""

@@ -275,6 +275,24 @@ def test_parts_have_no_statement_in_common_and_groups_stay_together(make):
   assert [item.gold.name for item in make(max_question_chars=24, rows=[*rows[9:10], *ROWS]).items] == ['t9']
 
 
+def test_a_theorem_is_on_one_side_of_the_split_however_it_is_written(make):
+  forms = (
+    'theorem t{i} : {i} = {i} := by', 'import Mathlib\n\nlemma Nat.t{i} : {i}  =  {i} :=\n  by sorry',
+    '/-- Obvious. -/\ntheorem «n {i}» : {i} = {i} := sorry', 'theorem _root_.a : {i} = {i} := by -- \n  sorry',
+  )  # fmt: skip
+  rows = [{'formal_statement': form.format(i=i)} for i in range(24) for form in forms]
+  parts = [make(rows, split=split, test_share=0.5).items for split in ('train', 'test')]
+  facts = [{item.gold.text.rpartition(' = ')[2].split()[0] for item in items} for items in parts]
+  assert not facts[0] & facts[1] and len(facts[0] | facts[1]) == 24
+  assert sum(map(len, parts)) == len(rows) and len({item.id for items in parts for item in items}) == 24
+
+
+def test_statements_with_other_words_are_told_in_words_of_statements(make, caplog):
+  with caplog.at_level('WARNING', 'ragen_jax'):
+    make([ROWS[1], ROWS[1] | {'text': 'Two is two.'}]).items  # noqa: B018
+  assert '1 statements stand there before with another header or other words' in caplog.records[-1].getMessage()
+
+
 @pytest.mark.parametrize(
   ('options', 'line'),
   [
@@ -314,11 +332,12 @@ def test_bad_options_are_one_line(make, options, line):
   [
     (
       {'formal_statement': 'example : True := by'},
-      "line 2: formal_statement='example : True := by' is no gold.*; allowed:",
+      "line 2: formal_statement='example : True := by' is no statement; allowed: a theorem",
     ),
     ({'formal_statement': None}, 'line 2: formal_statement=None; allowed: text that is not blank'),
-    ({'statement': 'x'}, "line 2 has no field 'formal_statement'"),
-    ({'formal_statement': 'theorem a : True := by', 'text': 3}, 'line 2: .*allowed: text, not 3, beside the statement'),
+    ({'statement': 'x'}, r"line 2 has no field 'formal_statement' \(fields.statement\)"),
+    ({'formal_statement': 'theorem a : True := by', 'text': 3}, 'line 2: text=3; allowed: text$'),
+    ({'formal_statement': 'theorem a : True := by', 'answer': 3}, 'line 2: answer=3; allowed: text$'),
   ],
 )
 def test_bad_rows_are_named_with_their_place_or_dropped(make, row, line):
@@ -331,7 +350,11 @@ def test_data_that_are_missing_are_named(make, server):
   for options, line in (
     ({'path': ''}, "lean: path=''; allowed: a file of statements"),
     ({'path': os.devnull + '.jsonl'}, "lean: path='/dev/null.jsonl': cannot be read"),
-    ({'fields': {'header': 'pre'}}, "allowed: rows with the field 'pre'"),
+    ({'fields': {'header': 'pre'}}, r"line 1 has no field 'pre' \(fields.header\); its fields are text, answer"),
+    ({'fields': {'informal': 'txt'}}, r"no field 'txt' \(fields.informal\); did you mean 'text'"),
+    ({'fields': {'proof': 'tactics'}}, r"no field 'tactics' \(fields.proof\); its fields"),
+    ({'rows': []}, 'has no rows; allowed: at least one statement$'),
+    ({'max_question_chars': 3}, 'all statements have more than max_question_chars=3 characters'),
   ):
     with raises_one_line(line):
       make(**options).check()

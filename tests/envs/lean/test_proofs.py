@@ -24,6 +24,36 @@ def test_other_statements_are_refused(raw):
     read_statement('theorem a : True := by', informal=3)
 
 
+@pytest.mark.parametrize(
+  ('head', 'name'),
+  [
+    ('theorem foo.{u} (a : Type u)', 'foo'), ('theorem A.foo.{u, v}', 'A.foo'), ('theorem «x y»', '«x y»'),
+    ('lemma A.«x (y»(n : Nat)', 'A.«x (y»'), ('theorem _root_.foo', 'foo'), ('theorem _root_.A.b', 'A.b'),
+    ('theorem a -- lemma b\n', 'a'), ('/- a theorem b /- of -/ lemma c -/ theorem a', 'a'),
+    ('-- the lemma /- b\ntheorem a', 'a'), ('theorem a : "--" = "/-" ∧ True', 'a'), ('theorem a /- lemma b', None),
+    ('-- theorem a', None),
+  ],
+)  # fmt: skip
+def test_the_name_of_a_theorem(head, name):
+  text = f'{head} : True := by'
+  if name is None:
+    with raises_one_line('^allowed: a theorem'):
+      read_statement(text)
+  else:
+    assert read_statement(text).name == name and read_statement(text).text == text
+
+
+def test_names_and_comments_do_not_tell_theorems_apart():
+  same = (
+    'theorem a : a = A := by',
+    'lemma Nat.b.{u} : a = A := by',
+    'theorem «a b» /- so -/ : a = A := by -- x\n sorry',
+  )
+  plain = [' '.join(read_statement(text).identity.replace('{u}', '').split()) for text in same]
+  assert plain == ['theorem : a = A := by'] * 3
+  assert read_statement('open Nat\ntheorem a : a = 2 := by').identity == 'open Nat\ntheorem  : a = 2 := by'
+
+
 def test_the_preamble_is_that_of_the_row_or_of_the_statement_or_the_usual_one():
   bare, own = 'theorem a : True := by', 'import Mathlib.Tactic\ntheorem a : True := by'
   assert write_draft(read_statement(bare), [], 'import X').code == (
@@ -65,7 +95,13 @@ def test_tactics_are_read_from_column_0(text, block):
     ('trivial\n  macro "#print" x:ident : command => `(command| #check 1)', 'macro'), ('trivial end A', 'end'),
     ('run_tac pure ()', 'run_tac'), ('exact (Lean.reduceBool x)', 'Lean.reduceBool'), ('axiom a : False', 'axiom'),
     ('skip @[simp] x', '@['), ('set_option debug.skipKernelTC true in simp', 'set_option'), ('stop', 'stop'),
-    ('theorem x : False := y', 'theorem'), ('namespace A', 'namespace'),
+    ('theorem x : False := y', 'theorem'), ('namespace A', 'namespace'), ("exact 'a'macro", 'macro'),
+    ('open Lean in exact x', 'open Lean'), ('open Nat Lean.Elab in x', 'open Nat'), ('open Nat', 'open Nat'),
+    ('open Nat in open Lean in x', 'open Lean'), ('open\n  Lean in x', 'open'),
+    ('open Nat -- in\n Lean in x', 'open Nat'), ('open _root_.Lean in x', 'open _root_.Lean'),
+    ('open «Lean» in x', 'open Lean'), ('exact «Lean».reduceBool x', 'Lean.reduceBool'),
+    ('exact _root_.Lean.reduceBool x', '_root_.Lean.reduceBool'), ('by_elab x', 'by_elab'), ('apply?', 'apply?'),
+    ('all_goals hint', 'hint'), ('constructor <;> plausible', 'plausible'),
   ],
 )  # fmt: skip
 def test_words_that_end_or_admit_a_theorem_are_forbidden(tactics, word):
@@ -73,10 +109,28 @@ def test_words_that_end_or_admit_a_theorem_are_forbidden(tactics, word):
 
 
 @pytest.mark.parametrize(
+  'word',
+  [
+    'simproc', 'simproc_decl', 'dsimproc', 'dsimproc_decl', 'builtin_dsimproc', 'builtin_initialize', 'elab_rules',
+    'declare_config_elab', 'declare_simp_like_tactic', 'declare_syntax_cat', 'declare_aesop_rule_sets', 'elab_stx',
+    'register_simp_attr', 'register_option', 'binder_predicate', 'unif_hint', 'with_weak_namespace', 'unset_option',
+    'add_aesop_rules', 'erase_aesop_rules', 'suppress_compilation', 'initialize_simps_projections', 'initialize',
+    'mk_iff_of_inductive_prop', 'proof_wanted', 'recall', 'include_str', 'include', 'run_cmd', 'run_meta', 'elab',
+    'grind_propagator', 'builtin_grind_propagator', 'polyrith', 'slim_check',
+  ],
+)  # fmt: skip
+def test_commands_that_define_things_or_run_programs_are_forbidden(word):
+  assert proofs.forbidden(f'trivial\n{word} x') == word
+  assert proofs.forbidden(f'exact h.{word} {word}_') in ('', f'{word}_')  # a part of a name is none, at most its family
+
+
+@pytest.mark.parametrize(
   'tactics',
   [
     'exact h.end', 'simp [Nat.lemma, foo_def, sorry_free]', 'open Real in simp', 'have endpoint := a.section',
     'exact ⟨h, #[1, 2].size_eq⟩', 'rcases h with ⟨x, rfl⟩', 'calc a = b := by ring\n  _ = c := by simp', "exact def'",
+    'open Nat Real in simp', 'open Finset (sum_comm) in\nsimp', 'exact?', 'exact Lean4.h', 'relabel x', 'intro opened',
+    'simp [add_comm, mk_iff, x_run, hint_1]',
   ],
 )  # fmt: skip
 def test_usual_tactics_are_not(tactics):
@@ -149,6 +203,23 @@ def test_the_last_message_about_axioms_counts():
   assert read_outcome(DRAFT, Checked((first, axioms('cheat')))).kind == proofs.REJECTED
   # And it tells how lines are counted, here without the imports.
   assert read_outcome(DRAFT, Checked((first, LEFT, axioms('sorryAx')))).kind == proofs.OPEN
+
+
+def test_axioms_of_all_messages_count_in_any_order():
+  # As for a name that is ambiguous, or where tactics print such a message.
+  for messages in ([axioms('cheat', of='A.a', line=FIRST), axioms()], [axioms(line=FIRST), axioms('cheat', of='A.a')]):
+    outcome = read_outcome(DRAFT, Checked(tuple(messages)))
+    assert (outcome.kind, outcome.reason) == (proofs.REJECTED, 'It uses the axiom cheat, which a proof may not use.')
+  assert read_outcome(DRAFT, Checked((axioms('propext'), axioms(of='A.a')))).kind == proofs.PROVED
+
+
+@pytest.mark.parametrize(
+  ('name', 'told'), [('_root_.b', 'b'), ('c.{u}', 'c'), ('«x y»', '«x y»'), ('A.«d»', 'A.d'), ('_root_.A.b', 'A.b')]
+)
+def test_lean_names_a_theorem_as_it_does(name, told):
+  draft = write_draft(read_statement(f'theorem {name} : True := by'), ['trivial'], '')
+  assert read_outcome(draft, Checked((axioms(of=told),))).kind == proofs.PROVED
+  assert not read_outcome(draft, Checked((axioms(of=f'{told}x'),))).is_read
 
 
 def test_targets_leave_out_hypotheses_and_numbers_of_unknown_terms():
