@@ -222,8 +222,7 @@ def update_memory(
       stacked += _bytes(trained[name]['layers'], mesh, size, optimizer_shardings)
       if platform == 'tpu':
         layers += _bytes(trained[name]['layers'], mesh, size + 4, optimizer_shardings)
-    if c.experts is not None and not _rank(params[name]):
-      layers += 4 * c.experts.count * c.hidden_size * c.experts.width // tensor
+    layers += _gradient_of_experts(c, _rank(params[name]), tensor)
     if mesh.shape['fsdp'] > 1:
       layers += 2 * _bytes(params[name]['layers'], None, size) // (c.num_layers * tensor)
     if 'embed_tokens' in trained[name]:
@@ -279,6 +278,13 @@ def _of_all_layers(c: QwenConfig, size: int, tensor: int, rank: int) -> tuple[di
   by_structure = {of: _of_column(c, *of, size, tensor, rank) for of in set(c.structures)}
   kept = {remat: sum(by_structure[of][0][remat] for of in c.structures) for remat in REMAT}
   return kept, max(held for _, held in by_structure.values())
+
+
+def _gradient_of_experts(c: QwenConfig, rank: int, tensor: int) -> int:
+  """Bytes of the float32 gradient of one kernel of all experts of a layer; 0 if they are frozen or there are none."""
+  if c.experts is None or rank:
+    return 0
+  return 4 * c.experts.count * c.hidden_size * c.experts.width // tensor
 
 
 def _of_column(

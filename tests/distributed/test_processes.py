@@ -130,7 +130,7 @@ def test_a_process_ends_at_once_while_a_program_is_compiled(monkeypatch):
 
 
 def test_an_address_that_jax_does_not_tell_is_not_known(monkeypatch):
-  distributed = pytest.importorskip('jax._src.distributed')
+  distributed = pytest.importorskip('jax._src.distributed', reason='this JAX has no such module')
   monkeypatch.delattr(distributed, 'global_state', raising=False)
   assert processes._address('auto') is None and processes._address('a:1') == 'a:1'
   assert processes._problem(None) == 'the address of process 0 is not known'

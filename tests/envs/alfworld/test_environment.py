@@ -118,7 +118,7 @@ COMMANDS = ('look', 'dance', 'go to desk 9', 'inventory')  # before the walkthro
 
 def by_the_package(path):
   """(observations, admissible commands, dones) of the commands and the walkthrough, by the package alfworld."""
-  textworld = pytest.importorskip('textworld')
+  textworld = pytest.importorskip('textworld', reason='needs requirements-alfworld.txt')
   theirs = pytest.importorskip('alfworld.agents.environment.alfred_tw_env', reason='needs the package alfworld')
   infos = textworld.EnvInfos(admissible_commands=True, won=True, extras=['walkthrough'])
   env = textworld.start(path, request_infos=infos, wrappers=[theirs.AlfredDemangler(shuffle=False), theirs.AlfredInfos])
