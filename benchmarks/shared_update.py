@@ -103,6 +103,11 @@ CASES = {
 QUICK = Case(2, 4, 40, 10, (5, 10), turns=2, observation=10)
 
 
+def shape_of(case: str, args: argparse.Namespace) -> Case:
+  shape = QUICK if args.quick else CASES[case]
+  return dataclasses.replace(shape, groups=args.groups or shape.groups)
+
+
 def rollout_of(case: Case, vocabulary: int, pad: int, seed: int) -> Rollout:
   """The episodes of a case with random rewards."""
   rng = np.random.default_rng(seed)
@@ -146,7 +151,7 @@ def config_of(model: str, shape: Case, args: argparse.Namespace, more: dict[str,
 
 def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> None:
   """One side: takes a step for each line of the input, and answers with its seconds, loss and peak memory."""
-  shape = QUICK if args.quick else CASES[case]
+  shape = shape_of(case, args)
   config = config_of(model, shape, args, {'model.dtype': 'float32', 'model.param_dtype': 'float32'})
   policy = build.load_policy(config)
   trainer = build.make_trainer(config, policy)
@@ -174,7 +179,7 @@ def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> N
 
 def estimate(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
   """Device time of the gradients of an optimiser step of both sides, by the compiler of `args.topology`."""
-  topology, shape = topologies.parse(args.topology, '--topology'), CASES[case]
+  topology, shape = topologies.parse(args.topology, '--topology'), shape_of(case, args)
   config = config_of(model, shape, args, {'plan.topology': topology.name})
   check_config(config, weights=False)
   run = programs.make_run(config, topologies.devices(topology))
@@ -195,7 +200,8 @@ def estimate(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
       'temporary_gib': round(result.cost.hbm / 2**30, 2),
     }  # fmt: skip
   return {
-    'model': model.partition('=')[0], 'case': case, 'lora': args.lora and '=' in model, 'topology': topology.name,
+    'model': model.partition('=')[0], 'case': case, 'groups': shape.groups,
+    'lora': args.lora and '=' in model, 'topology': topology.name,
     'tokens': int(trajectory.length.sum()), **found,
     'ratio': round(found[SIDES[1]]['seconds'] / found[SIDES[0]]['seconds'], 2), 'date': time.strftime('%Y-%m-%d'),
     'jax': jax.__version__, 'seed': args.seed,
@@ -230,7 +236,8 @@ def measure(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
   medians = {side: statistics.median(own) for side, own in times('cpu_seconds').items()}
   first = {side: own[0] for side, own in found.items()}
   return {
-    'model': model.partition('=')[0], 'case': case, 'lora': args.lora and '=' in model, 'tokens': tokens[SIDES[0]],
+    'model': model.partition('=')[0], 'case': case, 'groups': shape_of(case, args).groups,
+    'lora': args.lora and '=' in model, 'tokens': tokens[SIDES[0]],
     'shared_tokens': round(first[SIDES[0]]['shared_tokens'], 4), 'seconds': times('seconds'),
     'cpu_seconds': times('cpu_seconds'), 'ratio': round(medians[SIDES[1]] / medians[SIDES[0]], 2),
     'peak_gib': {side: round(own[-1]['peak_gib'], 2) for side, own in found.items()},
@@ -244,6 +251,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--model', action='append', help="NAME=DIR; 'tiny' for the built-in model")
   parser.add_argument('--case', action='append', choices=CASES, help='default: all')
+  parser.add_argument('--groups', type=int, help='take this many groups of each case, for a slow machine')
   parser.add_argument('--repeat', type=int, default=2)
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--no-lora', dest='lora', action='store_false', help='train all weights')
