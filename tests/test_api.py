@@ -170,6 +170,7 @@ def in_the_repository(monkeypatch, tmp_path):
     del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_ten_lines_build_environment_model_and_trainer(in_the_repository, monkeypatch, capsys):
   ten = [line for line in BLOCKS[0].splitlines() if line.strip()]
   assert len(ten) == 10 and ten[0] == 'import ragen_jax'

@@ -69,7 +69,9 @@ def lockstep(policy):
   [
     pytest.param({'agent__decode_chunk': 5, 'length_step': 16}, marks=pytest.mark.slow),
     pytest.param({'agent__schedule': 'continuous', 'agent__decode_chunk': 5}, marks=pytest.mark.slow),
-    {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8},
+    pytest.param(
+      {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__rows_in_flight': 8}, marks=pytest.mark.slow
+    ),
     pytest.param({'agent__rows_in_flight': 8}, marks=pytest.mark.slow),
     {'agent__schedule': 'continuous', 'agent__decode_chunk': 5, 'agent__drop_finished': True},
     {'agent__decode_chunk': 5, 'agent__drop_finished': True},

@@ -78,7 +78,8 @@ def _theirs(torch, model, tokenizer, ids) -> np.ndarray:
     return model.eval()(torch.tensor([list(ids)])).logits[0].numpy()
 
 
-@pytest.mark.parametrize('run', [pytest.param('full_run', marks=pytest.mark.slow), 'lora_run'])
+@pytest.mark.slow
+@pytest.mark.parametrize('run', ['full_run', 'lora_run'])
 def test_transformers_opens_an_export_and_so_does_another_run(tmp_path, run, request, caplog, torch):
   from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -156,7 +156,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_end(whole, tmp_pa
   assert step.count == 20 and ours.read_bytes() == theirs.read_bytes()
 
 
-@pytest.mark.parametrize('when', [pytest.param('step', marks=pytest.mark.slow), 'evaluation'])
+@pytest.mark.slow
+@pytest.mark.parametrize('when', ['step', 'evaluation'])
 def test_a_signal_saves_the_step_that_it_stops(tmp_path, monkeypatch, when):
   config, workdir = _quick(tmp_path, 'signal', eval__groups=4)
   config.sft.update(steps=4, eval_every=2)
@@ -250,6 +251,7 @@ def test_a_warm_start_whose_last_evaluation_is_not_finite_fails_and_writes_nothi
   assert played == [2, 2] and (tmp_path / 'bad' / 'model').exists()
 
 
+@pytest.mark.slow
 def test_an_output_that_cannot_be_written_costs_no_step(tmp_path, monkeypatch):
   config, workdir = _quick(tmp_path, 'full', eval__groups=4)
   config.sft.update(steps=2)

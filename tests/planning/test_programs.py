@@ -123,14 +123,9 @@ def test_micro_batches_are_those_of_the_planned_memory():
   assert 'bins' in names['gradient'].shape and names['gradient'].runs >= 1
 
 
-@pytest.mark.parametrize('platform', ['tpu', pytest.param('cuda', marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-  'fields',
-  [
-    pytest.param({}, marks=pytest.mark.slow),
-    {'optimizer__packing': True, 'agent__schedule': 'continuous'} | _IN_FLIGHT,
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('platform', ['tpu', 'cuda'])
+@pytest.mark.parametrize('fields', [{}, {'optimizer__packing': True, 'agent__schedule': 'continuous'} | _IN_FLIGHT])
 def test_every_program_lowers_for_an_accelerator(monkeypatch, platform, fields):
   """Nothing in them is for CPUs only; no compiler of the platform is needed for that."""
   lower = jax.stages.Traced.lower

@@ -79,6 +79,7 @@ class Rows:
     return [np.asarray(x) for layer in self.state.cache[:3] for x in jax.tree.leaves(layer)]
 
 
+@pytest.mark.slow
 def test_likeliest_replies_of_three_ragged_turns_are_those_of_forward_passes(model, sampler):
   """Row 1 waits in the second turn; prompts come in pieces; a reply is sampled in two calls; row 2 begins again."""
   rows = Rows(model, sampler, 4)

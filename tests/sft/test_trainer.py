@@ -24,6 +24,7 @@ from tests.support.models import random_model
 _BINS = PackingSettings(step=16, width=128, columns=256, shards=1, reply_step=16, most_shared=128)
 
 
+@pytest.mark.slow
 def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
   data, rows = made_up_examples(), np.asarray([6, 0, 1, 3, 2, 5, 4])
   config = small_config(sft__value_coef=0.5)
@@ -44,7 +45,8 @@ def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
     assert np.linalg.norm(x - want) <= 1e-5 * np.linalg.norm(want), path  # rounding, as of blocks of queries
 
 
-@pytest.mark.parametrize('separate', [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize('separate', [False, True])
 def test_the_gradient_norm_of_a_step_is_that_which_is_clipped(separate):
   data, config = made_up_examples(), small_config(sft__value_coef=0.5)
   model = random_model(40)

@@ -246,7 +246,8 @@ def test_the_critic_s_warm_up_has_no_gradient_in_the_policy(separate):
   _assert_gradient(gradients, lambda w: 0.8 * plain_loss(w)[0], weights, zero=lambda name: name.startswith("['policy"))
 
 
-@pytest.mark.parametrize('separate', [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize('separate', [False, True])
 def test_steps_are_adamw_with_two_schedules(separate):
   """One step of the critic alone, three of both; the last two with half the learning rate, as after a rollback."""
   model, batch, episode = _model(separate=separate), _batch(), np.arange(7)

@@ -33,6 +33,7 @@ def test_the_gradient_of_the_only_bucket_is_that_of_the_update(policy, played):
   assert 'grad_norm/bucket_0/entropy' not in found  # it is off
 
 
+@pytest.mark.slow
 def test_buckets_divide_the_groups_by_deviation(policy, played):
   rollout, _ = played
   trainer, state, probes = _probes(policy, monitor__gradient_buckets=2, algorithm__entropy_coef=0.01)

@@ -114,6 +114,7 @@ def test_the_lag_is_that_of_the_kept_rows(policy, played):
   assert policy_lag(dataclasses.replace(selection, keep=np.zeros(32, bool)), 7) == {}
 
 
+@pytest.mark.slow
 def test_an_update_states_how_old_its_rows_are(policy, played):
   rollout, _ = played
   trainer, state = learning.make_trainer(policy, optimizer__mini_batch_size=32)

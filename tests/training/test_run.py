@@ -546,6 +546,7 @@ def _sick(monkeypatch, when):
   monkeypatch.setattr(Trainer, 'rollout_metrics', rollout_metrics)
 
 
+@pytest.mark.slow
 def test_a_bad_rollout_is_not_used_again(tmp_path, monkeypatch, capsys):
   """So it counts as one bad iteration, and not as `train.online_k` of them."""
   play, played = Trainer.rollout, []
@@ -590,6 +591,7 @@ def test_a_run_that_stops_is_evaluated_saved_and_stays_stopped(tmp_path, monkeyp
   assert (tmp_path / 'metrics.jsonl').read_text() == before
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_on_from_the_best_checkpoint_with_a_smaller_step(tmp_path, monkeypatch, capsys):
   _sick(monkeypatch, when=2)
   updated = []

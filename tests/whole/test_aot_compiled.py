@@ -46,6 +46,7 @@ def test_programs_of_a_run_only_grow_and_one_shape_needs_one_of_each():
   assert once == {'extend': 1, 'decode': 1, 'resize': 0, 'gradient': 1, 'score': 1, 'apply': 1}
 
 
+@pytest.mark.slow
 def test_a_run_that_compiles_ahead_waits_for_no_program_after_the_first_iterations():
   """Replies become half as long again over the run, so that rows and caches grow."""
   long = dataclasses.replace(FULL, reply=60, longest=100, limit=1024, turns=5)

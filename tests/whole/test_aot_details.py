@@ -126,6 +126,7 @@ def _advice(config, topology=TOPOLOGY, **other):
   return ' '.join(advice(run, found, details_of(run, topology, measured, found), topology))
 
 
+@pytest.mark.slow
 def test_advice_is_given_only_where_a_number_asks_for_it(monkeypatch):
   one = topologies.parse('h100:1')
 

@@ -152,6 +152,7 @@ def test_breaks_are_killed_or_survive(tool, tmp_path, capfd):
   assert (tmp_path / 'shop' / 'price.py').read_text() == before
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_break_kill_nothing(tool, tmp_path):
   _package(tmp_path)
   (tmp_path / 'tests' / 'test_price.py').write_text('def test_price():\n  assert False\n')

@@ -13,7 +13,11 @@ from tests.support.models import EXPERTS, HYBRID_EXPERTS, random_policy
 @pytest.mark.parametrize(
   ('fields', 'shape'),
   [
-    ({'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5}, EXPERTS),
+    pytest.param(
+      {'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5},
+      EXPERTS,
+      marks=pytest.mark.slow,
+    ),
     pytest.param({'model__remat': True, 'algorithm__ratio_level': 'sequence'}, EXPERTS, marks=pytest.mark.slow),
     pytest.param(
       {'model__separate_critic': True, 'algorithm__old_logprobs': 'trainer'}, EXPERTS, marks=pytest.mark.slow

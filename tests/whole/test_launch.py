@@ -55,6 +55,7 @@ def _start_pair(workdir, log, address, *flags, own=((), ())):
   return [start_main(*flags, *own[i], f'--process_id={i}', env=variables, stdout=log, stderr=log) for i in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_processes_that_cannot_connect_say_what_they_wait_for_and_give_up_in_one_line(tmp_path, address):
   # A name that does not resolve, detected by JAX or given; a port at which nobody listens; no second process.

@@ -51,6 +51,7 @@ def test_the_page_s_config_names_the_program(env):
   assert env.tools == ('mcp:python my_mcp_server.py',) and env.tool_options['search']['retriever'] == ''
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec('mcp') is None, reason='mcp is not installed: requirements-data.txt')
 def test_the_page_s_episode_is_played(env, monkeypatch):
   monkeypatch.setenv('PATH', str(pathlib.Path(sys.executable).parent), prepend=':')

@@ -89,7 +89,7 @@ def peft():
 
 @pytest.mark.parametrize(
   'cfg',
-  [SMALL, SMALL3, HYBRID, EXPERTS, pytest.param(HYBRID_EXPERTS, marks=pytest.mark.slow)],
+  [SMALL, SMALL3, HYBRID, *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (EXPERTS, HYBRID_EXPERTS))],
   ids=['qwen2', 'qwen3', 'qwen3_5', 'qwen3_moe', 'qwen3_5_moe'],
 )
 def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_path, cfg, peft):
