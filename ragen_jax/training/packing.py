@@ -207,9 +207,13 @@ def pack_batches(
   sizes = [np.stack([length[rows], scored[rows]], axis=1) for rows in groups]
   alone = [Forest(np.arange(len(rows)), np.zeros(len(rows), np.int64)) for rows in groups]
   sharing = alone if tokens is None else [forest(tokens[rows], length[rows]) for rows in groups]
+  most = math.inf
   if all(trees.columns(own) == own[:, 0].sum() for trees, own in zip(sharing, sizes, strict=True)):
     settings = dataclasses.replace(settings, widest=0)
-  fitting = [s for s in bin_shapes(settings, longest) if s[1] >= longest and s[2] >= scores]
+  else:  # what is shared must not need more memory
+    by_itself = next(plan for plans in pack_batches(groups, length, scored, settings) for plan in plans)
+    most = len(by_itself.bins) * by_itself.width
+  fitting = [s for s in bin_shapes(settings, longest) if s[1] >= longest and s[2] >= scores and s[0] * s[1] <= most]
 
   def forests(width: int) -> list[Forest]:
     return sharing if width <= settings.most_shared else alone

@@ -200,9 +200,9 @@ def test_turns_and_rows_of_a_bin_have_numbers_of_their_own(kind):
 def test_packed_batches_are_those_that_programs_are_compiled_for():
   batch, length = _batch()
   batch = with_loss_weights(batch, _ROWS, np.arange(9), WeightSettings('token-mean', 9), multiple=1)
-  for kind, more in (('rows', True), ('trees', False)):
+  for kind in ('rows', 'trees'):
     plans = _plans(batch, length, kind)
-    assert len({(len(p.bins), p.width, p.replies) for p in plans}) == 1 and (len(plans) > 1) == more
+    assert len({(len(p.bins), p.width, p.replies) for p in plans}) == 1 < len(plans)
     sizes = len(plans[-1].bins), plans[-1].width, plans[-1].replies
     abstract = abstract_mini_batch(*sizes, reference=True, importance=True, packed=True)
     for part in micro_batches(batch, plans):
@@ -233,6 +233,24 @@ def test_a_shape_has_room_for_every_mini_batch_in_one_call():
   settings = PackingSettings(step=8, width=40, columns=400, shards=1, reply_step=8)
   packed = pack_batches([np.asarray([4]), np.arange(4)], length, length - 1, settings)
   assert [len(plans) for plans in packed] == [1, 1] and len(packed[0][0].bins) >= 4
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_rows_that_share_need_neither_larger_nor_more_calls(seed):
+  rng = np.random.default_rng(seed)
+  size, beginning = rng.integers(2, 6), int(rng.integers(10, 300))
+  length = beginning + rng.integers(20, 200, size=8 * size)
+  tokens = rng.integers(0, 9, size=(8 * size, length.max())).astype(np.int32)
+  tokens[:, :beginning] = tokens[::size, :beginning].repeat(size, axis=0)
+  settings = PackingSettings(
+    step=64, width=512, columns=8192, shards=int(rng.integers(1, 3)), reply_step=512, most_shared=4096, widest=1024
+  )
+  every = [np.arange(8 * size)]
+  ((alone, *more_alone), (shared, *more)) = (
+    pack_batches(every, length, length - beginning, settings, own)[0] for own in (None, tokens)
+  )
+  assert len(shared.bins) * shared.width <= len(alone.bins) * alone.width and len(more) <= len(more_alone)
+  assert shared_tokens([shared, *more]) > 0.5 * (1 - 1 / size) * beginning / length.mean()
 
 
 def _model(separate: bool) -> ActorCritic:
