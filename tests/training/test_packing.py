@@ -236,7 +236,7 @@ def test_a_shape_has_room_for_every_mini_batch_in_one_call():
 
 
 @pytest.mark.parametrize('seed', range(4))
-def test_rows_that_share_need_neither_larger_nor_more_calls(seed):
+def test_rows_that_share_need_no_larger_calls_and_no_more_columns(seed):
   rng = np.random.default_rng(seed)
   size, beginning = rng.integers(2, 6), int(rng.integers(10, 300))
   length = beginning + rng.integers(20, 200, size=8 * size)
@@ -246,11 +246,10 @@ def test_rows_that_share_need_neither_larger_nor_more_calls(seed):
     step=64, width=512, columns=8192, shards=int(rng.integers(1, 3)), reply_step=512, most_shared=4096, widest=1024
   )
   every = [np.arange(8 * size)]
-  ((alone, *more_alone), (shared, *more)) = (
-    pack_batches(every, length, length - beginning, settings, own)[0] for own in (None, tokens)
-  )
-  assert len(shared.bins) * shared.width <= len(alone.bins) * alone.width and len(more) <= len(more_alone)
-  assert shared_tokens([shared, *more]) > 0.5 * (1 - 1 / size) * beginning / length.mean()
+  alone, shared = (pack_batches(every, length, length - beginning, settings, own)[0] for own in (None, tokens))
+  of_alone, of_shared = (len(plans[0].bins) * plans[0].width for plans in (alone, shared))
+  assert of_shared <= of_alone and len(shared) * of_shared <= len(alone) * of_alone
+  assert shared_tokens(shared) > 0.5 * (1 - 1 / size) * beginning / length.mean()
 
 
 def _model(separate: bool) -> ActorCritic:
