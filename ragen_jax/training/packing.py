@@ -207,12 +207,14 @@ def pack_batches(
   sizes = [np.stack([length[rows], scored[rows]], axis=1) for rows in groups]
   alone = [Forest(np.arange(len(rows)), np.zeros(len(rows), np.int64)) for rows in groups]
   sharing = alone if tokens is None else [forest(tokens[rows], length[rows]) for rows in groups]
-  most = math.inf
+  by_itself, most, limit = None, math.inf, math.inf
   if all(trees.columns(own) == own[:, 0].sum() for trees, own in zip(sharing, sizes, strict=True)):
     settings = dataclasses.replace(settings, widest=0)
-  else:  # what is shared must not need more memory
-    by_itself = next(plan for plans in pack_batches(groups, length, scored, settings) for plan in plans)
-    most = len(by_itself.bins) * by_itself.width
+  else:  # what is shared must need neither more memory nor more time
+    by_itself = pack_batches(groups, length, scored, settings)
+    plan = next(plan for plans in by_itself for plan in plans)
+    shape = len(plan.bins), plan.width, plan.replies
+    most, limit = shape[0] * shape[1], 1 + _cost(shape, max(map(len, by_itself)), settings.shards)
   fitting = [s for s in bin_shapes(settings, longest) if s[1] >= longest and s[2] >= scores and s[0] * s[1] <= most]
 
   def forests(width: int) -> list[Forest]:
@@ -226,7 +228,7 @@ def pack_batches(
     return _cost(shape, max(-(-columns // (bins * width)), -(-tokens // (bins * replies)), 1), settings.shards)
 
   packed: dict[tuple[int, int], list[list[np.ndarray]]] = {}
-  best, lowest = fitting[-1], math.inf
+  best, lowest = fitting[-1], limit
   for shape in sorted(fitting, key=lambda s: (least(s), s)):
     if least(shape) >= lowest:
       break
@@ -236,6 +238,8 @@ def pack_batches(
     cost = _cost(shape, max(max(-(-len(own) // shape[0]) for own in packed[of_bin]), 1), settings.shards)
     if cost < lowest:
       best, lowest = shape, cost
+  if by_itself is not None and lowest == limit:
+    return by_itself
   bins, width, replies = best
 
   def batch(rows: np.ndarray, trees: Forest, call: list[np.ndarray]) -> PackedBatch:
