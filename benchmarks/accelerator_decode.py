@@ -171,7 +171,9 @@ def time_kernels(
   tokens = np.random.default_rng(0).integers(0, 1000, (rows, width)).astype(np.int32)
   cfg, weights = model.cfg, param_state(ActorCritic(model))
   read = sum(x.nbytes for x in jax.tree.leaves(weights))
-  read += 2 * cfg.full_layers * rows * (width + new / 2) * cfg.num_kv_heads * cfg.head_dim * model.dtype.dtype.itemsize
+  read += (
+    2 * cfg.attention_layers * rows * (width + new / 2) * cfg.num_kv_heads * cfg.head_dim * model.dtype.dtype.itemsize
+  )
   expected = None
   for kernel in kernels:
     if kernel in ONLY_GPU and jax.default_backend() != 'gpu':

@@ -124,9 +124,9 @@ def useful_operations(run: PlannedRun) -> float:
   rows = episodes(run.config, 'rollout') * n.rows
   body, head = _weights(run)
   passes = 2 if run.config.lora.rank else 3
-  attention = 2 * c.full_layers * c.num_heads * c.head_dim * n.row**2
+  attention = 2 * c.attention_layers * c.num_heads * c.head_dim * n.row**2
   if c.linear is not None:
-    attention += 6 * (c.num_layers - c.full_layers) * c.linear.memory_values * n.row
+    attention += 6 * (c.num_layers - c.attention_layers) * c.linear.memory_values * n.row
   once = rows * (2 * (body * n.row + head * n.sampled) + attention)
   return passes * once * run.config.algorithm.ppo_epochs
 
@@ -141,8 +141,8 @@ def _decode_step(run: PlannedRun, topology: Topology, m: Measured | None) -> Dec
   c, n, mesh = run.cfg, run.lengths, run.mesh
   size, tensor = compute_dtype(run.config).itemsize, mesh.shape['tensor']
   rows = run.rows('rollout') // row_shards(mesh)
-  cache = 2 * size * c.full_layers * c.num_kv_heads * c.head_dim * rows * (n.row // 2)
-  cache += 2 * (c.num_layers - c.full_layers) * state_bytes(c, size) * rows  # read and written
+  cache = 2 * size * c.attention_layers * c.num_kv_heads * c.head_dim * rows * (n.row // 2)
+  cache += 2 * (c.num_layers - c.attention_layers) * state_bytes(c, size) * rows  # read and written
   weights = weights_read(run.trainer.model.sampler.decode_shards, c, tensor)
   floor = (weights * size + cache / tensor) / topology.chip.hbm_bandwidth
   loops = m.cost.work.loops if m and m.cost and m.cost.work else ()

@@ -7,10 +7,11 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
-from ragen_jax.agent.chat_template import END_THOUGHT, SYSTEM, THOUGHT, USER
+from ragen_jax.agent.chat_template import END_THOUGHT, SYSTEM, THOUGHT, USER, Around
 from ragen_jax.agent.segments import (
   Encoded,
   ImageSegment,
@@ -62,7 +63,7 @@ class ChatTokenizer:
     tools_refused: what the template does instead; '' if `tools` is the template's.
     stop_ids: ids that end a reply; the first is the stop token of the chat format.
     pad_id: id for unused columns.
-    size: number of ids; larger ids are not tokens of this tokenizer.
+    size: number of ids; larger ids are not tokens of this tokenizer, or special ones that its model has no row for.
     specials: texts of special tokens and of the chat format's marks, which plain text must not contain.
     marks: those of `specials` that are texts without a token of their own.
     added: id of each added token, by its text; special tokens are a part of them.
@@ -100,6 +101,11 @@ class ChatTokenizer:
     used, marks = _marks(self.format.texts, special, [t.content for t in added.values() if t.content and not t.special])
     self.marks = tuple(dict.fromkeys(marks))
     self.specials = tuple(dict.fromkeys([*special, *used, *marks]))
+    rows = _described(Path(directory), ('config.json',), 'vocab_size')
+    beyond = {text for text, i in self.added.items() if isinstance(rows, int) and i >= rows}
+    in_use = any(text in fixed for text in beyond for fixed in self.format.texts)
+    if beyond <= {*special} and len(beyond) == self.size - (rows or 0) and not in_use:
+      self.size = rows  # Gemma 3's tokenizer has a token of images for models that read text only
     self._spelled = re.compile('|'.join(map(re.escape, sorted(self.specials, key=len, reverse=True))))
     self.banned = tuple(sorted(self.added[t] for t in _VISION_TOKENS if t in self.added)) if images else ()
     self._cached = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
@@ -163,6 +169,9 @@ class ChatTokenizer:
     token = self._backend.id_to_token(id_)
     if token is None or token in self.added:
       return (token or '').encode()
+    if getattr(self._backend.model, 'byte_fallback', False):  # text, or the number of a byte
+      byte = re.fullmatch('<0x([0-9A-F]{2})>', token)
+      return bytes.fromhex(byte[1]) if byte else token.replace('\u2581', ' ').encode()
     byte_of = _byte_of_characters()
     return bytes(byte_of[character] for character in token)
 
@@ -183,7 +192,8 @@ class ChatTokenizer:
 
   def opening(self, system: str, user: Observation, reply_prefix: str) -> Segments:
     """The beginning of a conversation: system and user message, and the opening of the reply."""
-    return join(self.format.beginning(self.harmless(system)), self._user(user, reply_prefix))
+    around = self.format.around(USER, behind_system=True)
+    return join(self.format.beginning(self.harmless(system)), self._user(user, reply_prefix, around))
 
   def following(self, user: Observation, reply_prefix: str, *, closed: bool) -> Segments:
     """The segments between two replies.
@@ -192,7 +202,9 @@ class ChatTokenizer:
       reply_prefix: the part of the next reply that is forced, see `ChatFormat.reply_prefix`.
       closed: the previous reply ended with the format's stop token; otherwise the token is added here.
     """
-    return join('' if closed else self.format.end, self.format.separator, self._user(user, reply_prefix))
+    return join(
+      '' if closed else self.format.end, self.format.separator, self._user(user, reply_prefix, self.format.user)
+    )
 
   def before_reply(self, messages: list[tuple[str, str]], reply_prefix: str, *, first: bool) -> str:
     """The text before a reply of any conversation, with the forced part `reply_prefix` of the reply, all of it.
@@ -201,20 +213,21 @@ class ChatTokenizer:
     first of the conversation.
     """
     system = [text for role, text in messages if role == SYSTEM]
-    written = self.format.beginning(system[0] if system else None) if first else self.format.separator
-    written += ''.join(self.format.message(role, text) for role, text in messages if role != SYSTEM)
+    others = [message for message in messages if message[0] != SYSTEM]
+    written = '' if first else self.format.separator
+    written += self.format.talk(others, system=system[0] if system else None, first=first)
     return f'{written}{self.format.assistant.before}{reply_prefix}'
 
   def messages(self, text: str) -> list[tuple[str, str]]:
     """The (role, text) of each message of a conversation in the chat format."""
     return self.format.messages(text)
 
-  def _user(self, message: Observation, reply_prefix: str) -> Segments:
+  def _user(self, message: Observation, reply_prefix: str, around: Around) -> Segments:
     form = self.format
     message = map_text(self.harmless, message)
     message = stripped(message) if USER in form.stripped else message
     opening = f'{form.assistant.before}{form.reply_prefix(reply_prefix)}'
-    return join(form.user.before, message, form.user.after + opening)
+    return join(around.before, message, around.after + opening)
 
   def harmless(self, text: str) -> str:
     """The text with a space in each spelling of `specials`, so that it opens and ends no message."""
@@ -237,15 +250,17 @@ def _ends_of_generation(directory: Path) -> list[int]:
 
   A model with a vision tower has it in the part of the file that describes the text model.
   """
-  for name in ('generation_config.json', 'config.json'):
+  found = _described(directory, ('generation_config.json', 'config.json'), 'eos_token_id')
+  return [i for i in (found if isinstance(found, list) else [found]) if isinstance(i, int) and not isinstance(i, bool)]
+
+
+def _described(directory: Path, files: Sequence[str], field: str) -> Any:
+  """A field of the first of some files that can be read; None if there is none."""
+  for name in files:
     try:
       raw = json.loads((directory / name).read_text(encoding='utf-8'))
     except (OSError, ValueError):
       continue
     raw = raw if isinstance(raw, dict) else {}
-    found = (
-      (raw.get('text_config') or {}).get('eos_token_id') if raw.get('eos_token_id') is None else raw['eos_token_id']
-    )
-    found = found if isinstance(found, list) else [found]
-    return [i for i in found if isinstance(i, int) and not isinstance(i, bool)]
-  return []
+    return (raw.get('text_config') or {}).get(field) if raw.get(field) is None else raw[field]
+  return None

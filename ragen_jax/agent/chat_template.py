@@ -47,6 +47,8 @@ class ChatFormat:
     quiet: the same for replies that shall not think; None if the template has another way to say so.
     thoughts: what becomes of thoughts.
     stripped: roles whose contents lose the white space at both ends.
+    joins_system: whether a system message begins the turn of the first question, so that `system.before` stands in
+      place of `user.before`.
   """
 
   system: Around
@@ -59,6 +61,7 @@ class ChatFormat:
   quiet: str | None
   thoughts: Thoughts
   stripped: frozenset[str]
+  joins_system: bool = False
 
   @property
   def separator(self) -> str:
@@ -91,10 +94,22 @@ class ChatFormat:
     """The content of a message without the white space that the template removes."""
     return text.strip() if role in self.stripped else text
 
-  def message(self, role: str, text: str) -> str:
-    """A message behind the first, with the texts around it; `role` is the user's or the assistant's."""
-    around = self.user if role == USER else self.assistant
-    return around.before + self.content(role, text) + around.after
+  def around(self, role: str, *, behind_system: bool = False) -> Around:
+    """The texts around a message of the user or the assistant, which may be the first behind a system message."""
+    if behind_system and self.joins_system:
+      return Around('', self.user.after)
+    return self.user if role == USER else self.assistant
+
+  def talk(self, messages: Sequence[tuple[str, str]], *, system: str | None = None, first: bool = False) -> str:
+    """Messages (role, text) of user and assistant with the texts around them.
+
+    If they are the `first`, the beginning of the conversation stands before them, with its system message.
+    """
+    written = self.beginning(system) if first else ''
+    for i, (role, text) in enumerate(messages):
+      around = self.around(role, behind_system=first and i == 0 and system is not None)
+      written += around.before + self.content(role, text) + around.after
+    return written
 
   def beginning(self, system: str | None) -> str:
     """The beginning of a conversation, up to the first message that is not the system's."""
@@ -174,8 +189,7 @@ def write(form: ChatFormat, messages: Sequence[tuple[str, str]], *, opens: bool)
   A system message is the first, and a reply is not the last.
   """
   first = [text for role, text in messages[:1] if role == SYSTEM]
-  written = form.beginning(first[0] if first else None)
-  written += ''.join(form.message(role, text) for role, text in messages[len(first) :])
+  written = form.talk(messages[len(first) :], system=first[0] if first else None, first=True)
   return written + (form.assistant.before + form.forced if opens else '')
 
 

@@ -95,7 +95,9 @@ class _Probe:
     assistant = Around(self._without(u_a, user_after, 'the text between a question and a reply'), assistant_after)
     opening = 'the opening of a reply'
     forced = self._without(self._without(last, user_after, opening), assistant.before, opening)
-    system = Around(begin, self._before(s_u, user.before, 'the text between system message and question'))
+    joins = not s_u.endswith(user.before) and begin.endswith(user.before)
+    where = 'the text between system message and question'
+    system = Around(begin, s_u if joins else self._before(s_u, user.before, where))
     no_system = self.cut([u], [u[1]], opens=False)[0]
     return ChatFormat(
       system=system,
@@ -108,6 +110,7 @@ class _Probe:
       quiet=self._quiet([s, u], assistant),
       thoughts=self._thoughts(user, assistant),
       stripped=self._stripped(),
+      joins_system=joins,
     )
 
   def _without(self, text: str, prefix: str, what: str) -> str:

@@ -155,7 +155,7 @@ def _write(
     if role == TOOL:
       parts += tools.result_turn([message['content'] for message in texts])
     elif role == USER:
-      parts += [form.message(role, message['content']) for message in texts]
+      parts += [form.talk([(role, message['content'])]) for message in texts]
     else:
       (message,) = texts
       calls = [(call['function']['name'], call['function']['arguments']) for call in message.get('tool_calls', ())]

@@ -87,20 +87,29 @@ EINSUM = AttentionSettings('einsum', None)
 
 
 def causal(
-  q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None, settings: AttentionSettings
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  seen_until: jax.Array | None,
+  settings: AttentionSettings,
+  window: int = 0,
 ) -> jax.Array:
   """Causal grouped-query attention of whole rows: queries [B, T, N, H], keys and values [B, T, K, H] -> [B, T, N, H].
 
   On a mesh, each device attends with its own rows and heads; `einsum` leaves that to the partitioner. In packed rows, a
   column attends to those before it that it sees by `seen_until` i32[B, T], see `models.trees`; None if each row is one
-  sequence. Columns of padding on the right of a row have finite values.
+  sequence. With a `window` above 0, it attends to the last `window` columns of its sequence, itself included. Columns
+  of padding on the right of a row have finite values.
   """
+  window = window if window < q.shape[1] else 0
   if settings.implementation == 'einsum':
     mask = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None]
     if seen_until is not None:
       mask = mask & trees.still_seen(seen_until)
+    if window:
+      mask = mask & trees.near(trees.places(seen_until, q.shape[1]), window)
     return checkpoint_name(attend(q, k, v, mask, settings=settings), KEPT)
-  attend_rows = _implementation(settings)
+  attend_rows = _implementation(settings, window)
   if settings.mesh is None:
     return attend_rows(q, k, v, seen_until)
   rows, heads = PartitionSpec(ROW_AXES), PartitionSpec(ROW_AXES, None, 'tensor')
@@ -116,13 +125,13 @@ def is_kept(primitive: Any, settings: AttentionSettings, **parameters: Any) -> b
   return primitive.name == _FORWARD_KERNELS.get(settings.implementation)
 
 
-def _implementation(settings: AttentionSettings):
+def _implementation(settings: AttentionSettings, window: int):
   if settings.implementation == 'blocks':
-    return lambda *args: checkpoint_name(attend_causal_by_row(*args), KEPT)
+    return lambda *args: checkpoint_name(attend_causal_by_row(*args, window=window), KEPT)
   # Imported here, because the kernels' modules take a third of a second and a run on CPU needs none of them.
   from ragen_jax.models import attention_kernels
 
-  kernel = getattr(attention_kernels, settings.implementation)
+  kernel = functools.partial(getattr(attention_kernels, settings.implementation), window=window)
   return functools.partial(kernel, interpret=True) if settings.interpret else kernel
 
 
@@ -148,16 +157,16 @@ def attend(
   Args:
     mask: bool[B or 1, T, S], True where a query attends to a column. A query whose mask is all False returns an average
       of v.
-    kept: more columns under the same softmax, in arrays of their own; their mask is the same for all queries. A cache
-      that is only read stays where it is, with no copy beside the new columns.
+    kept: more columns under the same softmax, in arrays of their own. A cache that is only read stays where it is, with
+      no copy beside the new columns, if its mask is the same for all queries.
     settings: of the model. The kernels for TPUs take no such mask: JAX's `dot_product_attention` attends to prompts.
   """
   b, t, n, h = q.shape
   if settings.by_row and t > 1:
     return _attend_by_row(q, *_joined(k, v, mask, kept))
-  attend_all = _attend
-  if settings.for_tpu and t > 1:
-    attend_all, (k, v, mask), kept = _attend_on_tpu, _joined(k, v, mask, kept), None
+  attend_all = _attend_on_tpu if settings.for_tpu and t > 1 else _attend
+  if t > 1 and (settings.for_tpu or (kept is not None and kept[2].shape[1] > 1)):
+    (k, v, mask), kept = _joined(k, v, mask, kept), None
   per_query = -(-b * n * (k.shape[1] + (kept[0].shape[1] if kept else 0)) // settings.shards)
   if t * per_query <= _MAX_SCORES:
     return attend_all(q, k, v, mask, kept)
@@ -261,29 +270,35 @@ def _attend_by_row(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) ->
   return jax.lax.map(one_row, (q, k, v, jnp.broadcast_to(mask, (len(q), t, k.shape[1])))).astype(q.dtype)
 
 
-def attend_causal_by_row(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None) -> jax.Array:
+def attend_causal_by_row(
+  q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None, *, window: int = 0
+) -> jax.Array:
   """`causal` attention, one row at a time and in blocks of queries, recomputed in the backward pass.
 
   On a CPU, the scores of a whole batch exceed the processor's cache and the scores of a block do not. A block also
   skips the keys that come after it, and in long rows all blocks of keys that it does not see. Rows must not be sharded,
   since the function loops over them.
   """
+  places = trees.places(seen_until, q.shape[1]) + jnp.zeros((len(q), 1), jnp.int32) if window else None
+  rows = (q, k, v, seen_until, places)
   if q.shape[1] > _LOOP_FROM:
-    return jax.lax.map(_attend_to_seen_blocks, (q, k, v, seen_until)).astype(q.dtype)
+    return jax.lax.map(functools.partial(_attend_to_seen_blocks, window=window), rows).astype(q.dtype)
 
   @jax.checkpoint
   def one_row(row):
-    q, k, v, seen_until = row
+    q, k, v, seen_until, places = row
 
     def visible(start, end):
       own = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
       if seen_until is not None:
         own &= trees.still_seen(seen_until[:end], start, end)
+      if places is not None:
+        own &= trees.near(places[:end], window)[start:]
       return own, end
 
     return _attend_in_blocks(q, k, v, visible)
 
-  return jax.lax.map(one_row, (q, k, v, seen_until)).astype(q.dtype)
+  return jax.lax.map(one_row, rows).astype(q.dtype)
 
 
 def row_scores(columns: int) -> int:
@@ -319,14 +334,19 @@ def _attend_in_blocks(
   return jnp.transpose(jnp.concatenate(blocks, axis=2), (2, 0, 1, 3)).reshape(t, n, h)
 
 
-def _attend_to_seen_blocks(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
-  """Causal attention of one row: [T, N, H] from queries [T, N, H], keys and values [T, K, H] and seen_until i32[T]."""
-  q, k, v, seen_until = row
+def _attend_to_seen_blocks(row: tuple[jax.Array | None, ...], window: int) -> jax.Array:
+  """Causal attention of one row: [T, N, H] from queries [T, N, H], keys and values [T, K, H] and seen_until i32[T].
+
+  With a `window`, `row` has i32[T] too, the places of the columns in their sequences.
+  """
+  q, k, v, seen_until, places = row
   (t, n, h), kv, block = q.shape, k.shape[1], _LOOP_QUERIES
   more = -t % block
   q, k, v = (jnp.pad(x, ((0, more), (0, 0), (0, 0))) for x in (q * jnp.asarray(h**-0.5, q.dtype), k, v))
   if seen_until is not None:
     seen_until = jnp.pad(seen_until, (0, more), constant_values=trees.ALWAYS)
+  if places is not None:
+    places = jnp.pad(places, (0, more), constant_values=trees.ALWAYS)
   q = jnp.transpose(q.reshape(-1, block, kv, n // kv, h), (0, 2, 3, 1, 4)).reshape(-1, kv, n // kv * block, h)
   k = jnp.transpose(k, (1, 2, 0))
   v = jnp.transpose(jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1), (1, 0, 2))
@@ -340,6 +360,8 @@ def _attend_to_seen_blocks(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array
 
     def visible(part):
       own = jnp.arange(part.start, part.stop) <= queries
+      if places is not None:
+        own &= places[queries] - places[part] < window
       return own if seen_until is None else own & (queries < seen_until[part])
 
     def score(k, mask):

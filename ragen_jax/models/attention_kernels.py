@@ -25,12 +25,18 @@ _LANES = 128
 
 
 def flash(
-  q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None, *, interpret: bool = False
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  seen_until: jax.Array | None = None,
+  *,
+  window: int = 0,
+  interpret: bool = False,
 ) -> jax.Array:
-  """The kernels of `attention_tpu`, and `splash` for rows whose keys do not fit on the chip."""
+  """The kernels of `attention_tpu`, and `splash` for windows and for rows whose keys do not fit on the chip."""
   b, t, _, h = q.shape
-  if t * -(-h // _LANES) > MOST_FLASH_COLUMNS:
-    return splash(q, k, v, seen_until, interpret=interpret)
+  if window or t * -(-h // _LANES) > MOST_FLASH_COLUMNS:
+    return splash(q, k, v, seen_until, window=window, interpret=interpret)
   seen_until = jnp.full((b, t), trees.ALWAYS, jnp.int32) if seen_until is None else seen_until
   q, k, v, seen_until = _padded(q * jnp.asarray(h**-0.5, q.dtype), k, v, seen_until, attention_tpu.BLOCK)
   # The layouts that the compiler gives to the products before and after anyway.
@@ -39,7 +45,13 @@ def flash(
 
 
 def splash(
-  q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None, *, interpret: bool = False
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  seen_until: jax.Array | None = None,
+  *,
+  window: int = 0,
+  interpret: bool = False,
 ) -> jax.Array:
   """Splash attention of JAX for TPUs, with separate backward kernels for queries and for keys and values.
 
@@ -49,7 +61,7 @@ def splash(
   block = splash_block(t)
   q, k, v, seen_until = _padded(q * jnp.asarray(h**-0.5, q.dtype), k, v, seen_until, block)
   segments = None if seen_until is None else jnp.cumsum(trees.begins(seen_until), axis=1)
-  kernel = _splash_kernel(n, q.shape[1], block, h < _LANES, interpret)
+  kernel = _splash_kernel(n, q.shape[1], block, window, h < _LANES, interpret)
 
   def one_row(q, k, v, segments):
     ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
@@ -68,11 +80,13 @@ def splash_block(columns: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _splash_kernel(
-  heads: int, columns: int, block: int, columns_minor: bool, interpret: bool
+  heads: int, columns: int, block: int, window: int, columns_minor: bool, interpret: bool
 ) -> Callable[..., jax.Array]:
   # Heads narrower than the lanes would leave a part of each tile empty; columns fill it.
   layout = splash_attention.QKVLayout.SEQ_MINOR if columns_minor else splash_attention.QKVLayout.HEAD_DIM_MINOR
-  mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((columns, columns))] * heads)
+  shape = (columns, columns)
+  mask = splash_attention.LocalMask(shape, (window - 1, 0), 0) if window else splash_attention.CausalMask(shape)
+  mask = splash_attention.MultiHeadMask([mask] * heads)
   sizes = splash_attention.BlockSizes(
     block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block,
     q_layout=layout, k_layout=layout, v_layout=layout,
@@ -85,10 +99,12 @@ def _splash_kernel(
   return jax.tree.map(np.asarray, kernel)
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None) -> jax.Array:
+def cudnn(
+  q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None = None, *, window: int = 0
+) -> jax.Array:
   """Flash attention of cuDNN. It can be traced only where there is an NVIDIA GPU.
 
-  Queries, keys and values are bfloat16 or float16. `seen_until` becomes a bias [B, 1, T, T] in memory.
+  Queries, keys and values are bfloat16 or float16. `seen_until` and a `window` become a bias [B, 1, T, T] in memory.
 
   Raises:
     RuntimeError, NotImplementedError, ValueError: there is no cuDNN, or it does not support the type or a size.
@@ -97,6 +113,9 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, seen_until: jax.Array | None
   # With a bias, the backward kernel needs an even number of columns.
   q, k, v, seen_until = _padded(q, k, v, seen_until, 2)
   mask = None if seen_until is None else trees.still_seen(seen_until)[:, None]
+  if window:
+    near = jnp.broadcast_to(trees.near(trees.places(seen_until, q.shape[1]), window), (len(q), *[q.shape[1]] * 2))
+    mask = near[:, None] if mask is None else mask & near[:, None]
   return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation='cudnn')[:, :t]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ from ragen_jax.distributed.sharding import SamplingLayout
 from ragen_jax.models.attention import KEPT
 from ragen_jax.models.grouped_product import grouped_product
 from ragen_jax.models.layers import FUSE_BELOW_WIDTH, Projection, fan_in_normal, project
+
+# The activations of MLPs, by the names of Hugging Face.
+ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_pytorch_tanh': functools.partial(jax.nn.gelu, approximate=True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +46,11 @@ class ExpertsConfig:
 
 
 class MLP(nnx.Module):
-  """SwiGLU feed-forward of one layer."""
+  """Gated feed-forward of one layer; `activation` is one of `ACTIVATIONS`."""
 
-  def __init__(self, hidden_size: int, width: int, *, param_dtype: Any, rngs: nnx.Rngs):
+  def __init__(self, hidden_size: int, width: int, *, activation: str = 'silu', param_dtype: Any, rngs: nnx.Rngs):
     d, f = hidden_size, width
+    self.activation = activation
     self.fused = d < FUSE_BELOW_WIDTH
     self.gate_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
     self.up_proj = Projection((d,), (f,), bias=False, param_dtype=param_dtype, rngs=rngs)
@@ -58,7 +63,7 @@ class MLP(nnx.Module):
     if self.sampling is not None:
       x = self.sampling.gathered(x)
     gate, up = project(x, [self.gate_proj, self.up_proj], fused=self.fused)
-    y = self.down_proj(jax.nn.silu(gate) * up)
+    y = self.down_proj(ACTIVATIONS[self.activation](gate) * up)
     return y if self.sampling is None else self.sampling.divided(y)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, read_config
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, QwenConfig
+from ragen_jax.models.qwen import FULL, LINEAR, WINDOWED, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig, read_processor
@@ -48,6 +48,8 @@ PRESETS = {
   'smollm2-135m': 'HuggingFaceTB/SmolLM2-135M-Instruct',
   'smollm2-360m': 'HuggingFaceTB/SmolLM2-360M-Instruct',
   'smollm2-1.7b': 'HuggingFaceTB/SmolLM2-1.7B-Instruct',
+  'gemma3-270m': 'google/gemma-3-270m-it',
+  'gemma3-1b': 'google/gemma-3-1b-it',
   'qwen2.5-vl-3b': 'Qwen/Qwen2.5-VL-3B-Instruct',
   'qwen2.5-vl-7b': 'Qwen/Qwen2.5-VL-7B-Instruct',
   'qwen3-vl-2b': 'Qwen/Qwen3-VL-2B-Instruct',
@@ -99,6 +101,11 @@ _LLAMA3_2_3B = dataclasses.replace(_LLAMA3_2_1B, hidden_size=3072, num_layers=28
 _SMOLLM2_135M = QwenConfig(
   architecture='llama', vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
   num_kv_heads=3, rope_theta=1e5, rms_norm_eps=1e-5,
+)  # fmt: skip
+_GEMMA3_KINDS = (WINDOWED, WINDOWED, WINDOWED, WINDOWED, WINDOWED, FULL)
+_GEMMA3_270M = QwenConfig(
+  architecture='gemma3', vocab_size=262144, hidden_size=640, intermediate_size=2048, num_layers=18, num_heads=4,
+  num_kv_heads=1, head_dim=256, window=512, layer_kinds=_GEMMA3_KINDS * 3,
 )  # fmt: skip
 # Models that read images: the decoder of a text model, rotary positions on three axes, and a tower.
 _IMAGE_TOKENS = dict(
@@ -167,6 +174,10 @@ _SHAPES = {
     num_heads=32,
     num_kv_heads=32,
     rope_theta=1.3e5,
+  ),
+  'gemma3-270m': _GEMMA3_270M,
+  'gemma3-1b': dataclasses.replace(
+    _GEMMA3_270M, hidden_size=1152, intermediate_size=6912, num_layers=26, layer_kinds=(_GEMMA3_KINDS * 5)[:26]
   ),
   'qwen2.5-vl-3b': _with_tower(_QWEN2_3B, _TOWER2_5),
   'qwen2.5-vl-7b': _with_tower(_QWEN2_7B, _TOWER2_5),

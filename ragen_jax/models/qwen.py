@@ -1,9 +1,9 @@
-"""Qwen2, Qwen2.5, Qwen3 and Qwen3.5, with MLPs or mixtures of experts, and Llama decoders in Flax NNX.
+"""Qwen2, Qwen2.5, Qwen3 and Qwen3.5, with MLPs or mixtures of experts, Llama and Gemma 3 decoders in Flax NNX.
 
 Parameters have the names of Hugging Face checkpoints (`layers.0.self_attn.q_proj`, ...), with heads as separate axes:
 a projection's kernel is [D, N, H] instead of [D, N*H], so that heads can be divided over a mesh axis. Sources: the
-reports of Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388) and Llama 3 (arXiv 2407.21783); the layout of the weights
-follows `transformers`.
+reports of Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv 2407.21783) and Gemma 3 (arXiv
+2503.19786); the layout of the weights follows `transformers`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from ragen_jax.models.feed_forward import MLP, ExpertsConfig, MixtureOfExperts
 from ragen_jax.models.grouped_product import GROUPED
 from ragen_jax.models.layers import FUSE_BELOW_WIDTH, Projection, RMSNorm, fan_in_normal, project, scan_layers
 from ragen_jax.models.linear_attention import GatedDeltaNet, LinearConfig, RecurrentState
-from ragen_jax.models.rotary import Llama3Scaling, frequency_axes, rotary
+from ragen_jax.models.rotary import LinearScaling, Llama3Scaling, frequency_axes, rotary
 from ragen_jax.models.vision import features as image_features
 from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.tower import Features, VisionTower
 from ragen_jax.utils.errors import UserError
 
-# Kinds of layers, by the names of Hugging Face: attention to all columns before, or the memory of `linear_attention`.
-FULL, LINEAR = 'full_attention', 'linear_attention'
+# Kinds of layers, by the names of Hugging Face: attention to all columns before, the memory of `linear_attention`, or
+# attention to the last columns.
+FULL, LINEAR, WINDOWED = 'full_attention', 'linear_attention', 'sliding_attention'
 
 # From this many layers on, one compiled body serves all layers where no cache is given. A program with a copy of the
 # body for each layer takes minutes to compile for an accelerator; few layers are faster without the copy of the weights
@@ -53,7 +54,8 @@ class QwenConfig:
 
   Attributes:
     architecture: 'qwen2' (q/k/v biases), 'qwen3' (RMS norm of each head's q and k, no biases), 'qwen3_5' (the same, an
-      output gate of attention, norms that store their factor's difference from 1) or 'llama' (none of these).
+      output gate of attention, norms that store their factor's difference from 1), 'llama' (none of these) or 'gemma3'
+      (norms as in 'qwen3_5', and behind attention and MLP as well; GELU; embeddings times sqrt(D)).
     vocab_size: V, rows of the embedding; checkpoints pad it beyond the tokenizer's size.
     rope_theta: base of the wavelengths of the rotary embedding.
     rope_scaling: how the wavelengths are stretched; None for no scaling.
@@ -62,10 +64,13 @@ class QwenConfig:
     rope_interleaved: whether the axes take turns among the frequencies, see `rotary.frequency_axes`.
     vision: the shape of the tower that reads images; None for text models.
     rope_width: numbers of a head that the rotary embedding rotates, the first ones; 0 for all.
-    layer_kinds: `FULL` or `LINEAR` of each layer; () if all have full attention.
+    layer_kinds: `FULL`, `LINEAR` or `WINDOWED` of each layer; () if all have full attention.
     linear: the shape of the linear attention; None if no layer has it.
     experts: the shape of the mixtures of experts that layers have in place of an MLP; None if no layer has one.
     mlp_layers: the layers that have an MLP of `intermediate_size` all the same, in order.
+    window: columns that a column of a `WINDOWED` layer attends to, itself included; 0 if there is no such layer.
+    window_rope_theta: `rope_theta` of these layers, whose wavelengths are not stretched.
+    query_scalar: scores are divided by its square root; 0 for `head_dim`.
   """
 
   architecture: str = 'qwen2'
@@ -82,18 +87,23 @@ class QwenConfig:
   rope_sections: tuple[int, ...] = ()
   rope_interleaved: bool = False
   vision: VisionConfig | None = None
-  rope_scaling: Llama3Scaling | None = None
+  rope_scaling: Llama3Scaling | LinearScaling | None = None
   rope_width: int = 0
   layer_kinds: tuple[str, ...] = ()
   linear: LinearConfig | None = None
   experts: ExpertsConfig | None = None
   mlp_layers: tuple[int, ...] = ()
+  window: int = 0
+  window_rope_theta: float = 1e4
+  query_scalar: float = 0
 
   def __post_init__(self):
     if self.layer_kinds and len(self.layer_kinds) != self.num_layers:
       raise ValueError(f'layer_kinds={self.layer_kinds}: must be {self.num_layers}, one for each layer')
     if (LINEAR in self.layer_kinds) != (self.linear is not None):
       raise ValueError(f'linear={self.linear}: goes with layer_kinds that have {LINEAR!r}, not {self.layer_kinds}')
+    if (WINDOWED in self.layer_kinds) != (self.window > 0):
+      raise ValueError(f'window={self.window}: goes with layer_kinds that have {WINDOWED!r}, not {self.layer_kinds}')
     if self.mlp_layers and (self.experts is None or not {*self.mlp_layers} < {*range(self.num_layers)}):
       raise ValueError(
         f'mlp_layers={self.mlp_layers}: goes with experts, and some of {self.num_layers} layers have them'
@@ -105,9 +115,9 @@ class QwenConfig:
     return self.layer_kinds or (FULL,) * self.num_layers
 
   @property
-  def full_layers(self) -> int:
-    """Number of layers with full attention, which have keys and values of all columns."""
-    return self.kinds.count(FULL)
+  def attention_layers(self) -> int:
+    """Number of layers with keys and values of all columns: the cache of a window is no smaller."""
+    return self.num_layers - self.kinds.count(LINEAR)
 
   @property
   def with_experts(self) -> tuple[bool, ...]:
@@ -121,9 +131,9 @@ class QwenConfig:
 
   @property
   def period(self) -> int:
-    """After how many layers their structures repeat, a divisor of their number."""
+    """After how many layers their structures repeat, at least twice, or the number of layers."""
     kinds, n = self.structures, self.num_layers
-    return next(p for p in range(1, n + 1) if n % p == 0 and kinds == kinds[:p] * (n // p))
+    return next((p for p in range(1, n // 2 + 1) if kinds == (kinds[:p] * n)[:n]), n)
 
   @property
   def runs(self) -> tuple[int, ...]:
@@ -136,7 +146,7 @@ class QwenConfig:
     full = self.head_dim * ((2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads)
     c = self.linear
     linear = 0 if c is None else c.key_heads * c.channels + 2 * c.value_heads * (c.value_dim + 1)
-    return self.hidden_size * (self.full_layers * full + (self.num_layers - self.full_layers) * linear)
+    return self.hidden_size * (self.attention_layers * full + self.kinds.count(LINEAR) * linear)
 
   def mlp_matrices(self, *, active: bool = False) -> int:
     """Numbers of the matrices of all layers' MLPs and experts, or of those that a column uses."""
@@ -174,7 +184,7 @@ class QwenConfig:
 
   @property
   def qk_norm(self) -> bool:
-    return self.architecture in ('qwen3', 'qwen3_5')
+    return self.architecture in ('qwen3', 'qwen3_5', 'gemma3')
 
   @property
   def output_gate(self) -> bool:
@@ -184,7 +194,22 @@ class QwenConfig:
   @property
   def norm_offset(self) -> int:
     """What is added to the weights of norms."""
-    return int(self.architecture == 'qwen3_5')
+    return int(self.architecture in ('qwen3_5', 'gemma3'))
+
+  @property
+  def output_norms(self) -> bool:
+    """Whether what attention and MLP give is normed before it is added."""
+    return self.architecture == 'gemma3'
+
+  @property
+  def activation(self) -> str:
+    """The activation of MLPs, by its name in `feed_forward.ACTIVATIONS`."""
+    return 'gelu_pytorch_tanh' if self.architecture == 'gemma3' else 'silu'
+
+  @property
+  def embedding_scale(self) -> float:
+    """What embeddings are multiplied by."""
+    return self.hidden_size**0.5 if self.architecture == 'gemma3' else 1.0
 
 
 @struct.dataclass
@@ -205,9 +230,9 @@ def empty_cache(
   shape = (batch, size, cfg.num_kv_heads, cfg.head_dim)
 
   def of(kind: str) -> LayerCache | RecurrentState:
-    if kind == FULL:
-      return LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
-    return linear_attention.empty_state(cfg.linear, batch, dtype if state_dtype is None else state_dtype)
+    if kind == LINEAR:
+      return linear_attention.empty_state(cfg.linear, batch, dtype if state_dtype is None else state_dtype)
+    return LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
   return tuple(map(of, cfg.kinds))
 
@@ -232,7 +257,7 @@ class CacheMask:
   """The columns that new columns attend to.
 
   Attributes:
-    kept: bool[B, 1, S], columns of the cache; the same for all new columns. None without a cache.
+    kept: bool[B, 1 or T, S], columns of the cache. None without a cache.
     new: bool[B or 1, T, C], columns of the window.
     fed: i32[B], how many of the new columns are the row's; linear attention leaves its state as it is in the others.
       None for models without it.
@@ -241,6 +266,17 @@ class CacheMask:
   kept: jax.Array | None
   new: jax.Array
   fed: jax.Array | None = None
+
+  def near(self, width: int, positions: jax.Array, column: jax.Array | int) -> CacheMask:
+    """Those that are less than `width` columns before each new column, of `positions` i32[B, T].
+
+    The columns of the cache are at positions 0, 1, ..., and those of the window go on behind the row: the first new one
+    is at `column`.
+    """
+    first = positions[:, :, None] - width + 1  # [B, T, 1]
+    window = positions[:, :1, None] - column + jnp.arange(self.new.shape[-1])  # [B, 1, C]
+    kept = None if self.kept is None else self.kept & (jnp.arange(self.kept.shape[-1]) >= first)
+    return self.replace(kept=kept, new=self.new & (window >= first))
 
 
 def _is_costly(primitive: Any, *_: Any, attention: AttentionSettings, with_products: bool, **parameters: Any) -> bool:
@@ -256,10 +292,11 @@ def _is_costly(primitive: Any, *_: Any, attention: AttentionSettings, with_produ
 class Attention(nnx.Module):
   """Self-attention of one layer."""
 
-  def __init__(self, cfg: QwenConfig, *, attention: AttentionSettings, param_dtype: Any, rngs: nnx.Rngs):
+  def __init__(self, cfg: QwenConfig, kind: str, *, attention: AttentionSettings, param_dtype: Any, rngs: nnx.Rngs):
     d, n, k, h = cfg.hidden_size, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     self.cfg = cfg
     self.attention = attention
+    self.window = cfg.window if kind == WINDOWED else 0
     self.q_proj = Projection(
       (d,), (n, 2 * h if cfg.output_gate else h), bias=cfg.qkv_bias, param_dtype=param_dtype, rngs=rngs
     )
@@ -281,7 +318,16 @@ class Attention(nnx.Module):
     if self.cfg.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     rope = (self.cfg.rope_theta, self.cfg.rope_axes, self.cfg.rope_scaling, self.cfg.rope_width)
+    if self.window:
+      rope = (self.cfg.window_rope_theta,)
     q, k = (rotary(x, positions, *rope) for x in (q, k))
+    if self.cfg.query_scalar:  # what attends divides by the root of the width
+      q = q * jnp.asarray((self.cfg.head_dim / self.cfg.query_scalar) ** 0.5, q.dtype)
+    if self.window and mask is not None:
+      if window is not None:
+        mask = mask.near(self.window, positions, column)
+      else:
+        mask = mask & trees.near(positions, self.window)
     if window is not None:
       window = LayerCache(
         k=jax.lax.dynamic_update_slice_in_dim(window.k, k.astype(window.k.dtype), column, axis=1),
@@ -297,7 +343,7 @@ class Attention(nnx.Module):
         out = self.sampling.padded(out)
       return self.o_proj(out), window
     if mask is None:
-      out = causal(q, k, v, seen_until, self.attention)
+      out = causal(q, k, v, seen_until, self.attention, self.window)
     else:
       out = attend(q, k, v, mask, settings=self.attention)
     return self.o_proj(_gated(out, gate)), None
@@ -318,13 +364,16 @@ class Layer(nnx.Module):
       fused = d < FUSE_BELOW_WIDTH
       self.linear_attn = GatedDeltaNet(d, cfg.linear, cfg.rms_norm_eps, fused=fused, param_dtype=param_dtype, rngs=rngs)
     else:
-      self.self_attn = Attention(cfg, attention=attention, param_dtype=param_dtype, rngs=rngs)
+      self.self_attn = Attention(cfg, kind, attention=attention, param_dtype=param_dtype, rngs=rngs)
     self.kind = kind
     self.post_attention_layernorm = RMSNorm(d, *norm)
+    self.output_norms = cfg.output_norms
+    if cfg.output_norms:
+      self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(d, *norm), RMSNorm(d, *norm)
     if with_experts:
       self.mlp = MixtureOfExperts(d, cfg.experts, param_dtype=param_dtype, rngs=rngs)
     else:
-      self.mlp = MLP(d, cfg.intermediate_size, param_dtype=param_dtype, rngs=rngs)
+      self.mlp = MLP(d, cfg.intermediate_size, activation=cfg.activation, param_dtype=param_dtype, rngs=rngs)
 
   def __call__(self, x, positions, mask, cache, window, column, seen_until=None, *, rows=None):
     y = self.input_layernorm(x)
@@ -332,6 +381,9 @@ class Layer(nnx.Module):
       y, window = self.linear_attn(y, window, None if window is None else mask.fed, seen_until)
     else:
       y, window = self.self_attn(y, positions, mask, cache, window, column, seen_until)
+    if self.output_norms:
+      x = x + self.post_attention_layernorm(y)
+      return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), rows)), window
     x = x + y
     return x + self.mlp(self.post_attention_layernorm(x), rows), window
 
@@ -375,9 +427,18 @@ class Qwen(nnx.Module):
   def tree_columns(self) -> int:
     """Columns of the widest rows that may be trees with branches, see `models.trees`; 0 for none.
 
-    A memory would have to go on from where a branch begins.
+    A memory would have to go on from where a branch begins. The kernels for TPUs know windows of columns only, not of
+    a branch.
     """
-    return self.attention.tree_columns(self.cfg.head_dim) if self.cfg.linear is None else 0
+    if self.cfg.linear is not None:
+      return 0
+    columns = self.attention.tree_columns(self.cfg.head_dim)
+    return min(columns, self.cfg.window) if self.cfg.window and self.attention.for_tpu else columns
+
+  @property
+  def looped(self) -> int:
+    """How many layers are one loop where no cache is given: the first ones, in whole periods."""
+    return self.cfg.num_layers // self.cfg.period * self.cfg.period if self.scan_layers else 0
 
   def sample_on(self, layout: SamplingLayout) -> None:
     """Lays computations out for the sampling of tokens."""
@@ -394,8 +455,12 @@ class Qwen(nnx.Module):
     if shared:
       tokens = self.sampling.gathered(tokens)
     if not shared and self.activation_sharding is not None:
-      return self._lay_out(look_up(self.embed_tokens[...], tokens, self.dtype, self.activation_sharding.mesh))
-    return self._lay_out(jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype))
+      x = look_up(self.embed_tokens[...], tokens, self.dtype, self.activation_sharding.mesh)
+    else:
+      x = jnp.take(self.embed_tokens[...], tokens, axis=0, mode='clip').astype(self.dtype)
+    if self.cfg.embedding_scale != 1:
+      x = x * jnp.asarray(self.cfg.embedding_scale, x.dtype)
+    return self._lay_out(x)
 
   def embed_columns(
     self, tokens: jax.Array, images: image_features.ImageColumns | None
@@ -471,12 +536,16 @@ class Qwen(nnx.Module):
         positions = trees.depths(seen_until)
     added = 0 if deepstack is None else deepstack.shape[1]
     layers = list(self.layers)
-    scanned = self.scan_layers and window is None
+    scanned = self.looped if window is None else 0
     rows, written = len(x), []
     pads = self.sampling is not None and window is not None and deepstack is None and x.shape[1] == 1
     if pads:
       x = self._lay_out(self.sampling.padded(x))
-    for i, layer in enumerate([] if scanned else layers):
+    if scanned and added:
+      x = self._scan(layers[:added], x, positions, mask, remat, seen_until, jnp.moveaxis(deepstack, 1, 0))
+    if scanned > added:
+      x = self._scan(layers[added:scanned], x, positions, mask, remat, seen_until)
+    for i, layer in enumerate(layers[scanned:], scanned):
       of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
       if remat != 'none':
         again = nnx.remat(lambda m, *a: m(*a, rows=self.activation_sharding), policy=self._kept(remat))
@@ -487,10 +556,6 @@ class Qwen(nnx.Module):
         x = x + deepstack[:, i].astype(x.dtype)
       x = self._lay_out(x)
       written.append(new)
-    if scanned and added:
-      x = self._scan(layers[:added], x, positions, mask, remat, seen_until, jnp.moveaxis(deepstack, 1, 0))
-    if scanned and added < len(layers):
-      x = self._scan(layers[added:], x, positions, mask, remat, seen_until)
     x = self.norm(x)
     return (self.sampling.without_padding(x, rows) if pads else x), (None if window is None else tuple(written))
 

@@ -30,12 +30,22 @@ class Llama3Scaling:
   original_max_position_embeddings: int
 
 
-def frequencies(half: int, theta: float, scaling: Llama3Scaling | None = None) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+  """All wavelengths are `factor` times as long."""
+
+  factor: float
+
+
+def frequencies(half: int, theta: float, scaling: Llama3Scaling | LinearScaling | None = None) -> np.ndarray:
   """The angles of one position, f32[half], computed on the host so that every program has the same constants.
 
-  `half` is H/2, and `theta` the base of the wavelengths; `scaling` is as in `transformers`' rope_type 'llama3'.
+  `half` is H/2, and `theta` the base of the wavelengths; `scaling` is as in `transformers`' rope_types 'llama3' and
+  'linear'.
   """
   plain = theta ** (-np.arange(half) / half)
+  if isinstance(scaling, LinearScaling):
+    return (plain / scaling.factor).astype(np.float32)
   if scaling is not None:
     turns = scaling.original_max_position_embeddings * plain / (2 * np.pi)  # in the shorter context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -49,7 +59,7 @@ def rotary(
   positions: jax.Array,
   theta: float,
   axes: tuple[int, ...] = (),
-  scaling: Llama3Scaling | None = None,
+  scaling: Llama3Scaling | LinearScaling | None = None,
   width: int = 0,
 ) -> jax.Array:
   """Rotary embedding of queries or keys [B, T, heads, H], halves convention; the result has the type of `x`.

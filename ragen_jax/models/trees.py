@@ -39,6 +39,16 @@ def depths(seen_until: jax.Array) -> jax.Array:
   return jnp.arange(t, dtype=jnp.int32) - jnp.cumsum(ending[:, :t], axis=1)
 
 
+def places(seen_until: jax.Array | None, columns: int) -> jax.Array:
+  """`depths`, or for None those of rows that are one sequence: i32[B or 1, T], T = `columns`."""
+  return jnp.arange(columns)[None] if seen_until is None else depths(seen_until)
+
+
+def near(places: jax.Array, window: int) -> jax.Array:
+  """Whether columns are less than `window` places before queries: bool[..., queries, S], from i32[..., S]."""
+  return places[..., :, None] - places[..., None, :] < window
+
+
 def begins(seen_until: jax.Array) -> jax.Array:
   """Whether a column begins a tree, so that no column before it is seen by it or by later ones: bool[B, T]."""
   before = jax.lax.cummax(seen_until, axis=1)[:, :-1]

@@ -47,6 +47,10 @@ class ActorCritic(nnx.Module):
     found = {}
     for name, part in trained.raw_mapping.items():
       trunk = {'policy': self.policy, 'critic': self.critic}.get(name)
-      own = {k: x for k, x in part.items() if trunk is None or k != 'layers' or not trunk.scan_layers}
-      found[name] = dict(part) | gathered(own, mesh, None if trunk is None else trunk.dtype)
+      layers, own = dict(part.get('layers', {})), dict(part)
+      if layers:
+        own['layers'] = {i: x for i, x in layers.items() if i >= trunk.looped}
+      found[name] = gathered(own, mesh, None if trunk is None else trunk.dtype)
+      if layers:
+        found[name]['layers'] = layers | found[name]['layers']
     return nnx.merge(graphdef, lora.join(nnx.State(found), frozen))

@@ -217,7 +217,7 @@ def _decode(run: PlannedRun, name: str, phase: str, calls: list[Call], share: fl
 
 
 def _resize(run: PlannedRun, name: str, phase: str, calls: list[Call], share: float) -> Program:
-  sampler, layers, call = run.trainer.model.sampler, run.cfg.full_layers, calls[0]
+  sampler, layers, call = run.trainer.model.sampler, run.cfg.attention_layers, calls[0]
   state = abstract_rows(sampler, call.rows, call.size)
   after = abstract_rows(sampler, call.rows, call.width).cache
   cache = bytes_per_device(with_columns(after))

@@ -62,7 +62,7 @@ def bytes_per_row(
     levels = 1 + len(cfg.vision.deepstack_blocks)
     images = shards * image_tokens * levels * cfg.vision.out_hidden_size * size
   layer = 2 * columns * (cfg.num_kv_heads // tensor) * cfg.head_dim * size
-  full = cfg.full_layers
+  full = cfg.attention_layers
   states = (cfg.num_layers - full) * state_bytes(cfg, size) // tensor
   prompt_column = 3 * max(cfg.mlp_numbers(experts, tensor) for experts in set(cfg.with_experts)) * size
   if cfg.linear is not None:

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from ragen_jax.distributed.sharding import ROW_AXES
 from ragen_jax.models.linear_attention import RecurrentState
-from ragen_jax.models.qwen import FULL, Cache, LayerCache, Qwen, QwenConfig, empty_cache
+from ragen_jax.models.qwen import LINEAR, Cache, LayerCache, Qwen, QwenConfig, empty_cache
 
 
 @struct.dataclass
@@ -80,7 +80,7 @@ def state_specs(cfg: QwenConfig) -> SamplerState:
   full = LayerCache(k=cache, v=cache)
   linear = RecurrentState(conv=cache, memory=PartitionSpec(ROW_AXES, 'tensor', None, None, None))
   return SamplerState(
-    cache=tuple(full if kind == FULL else linear for kind in cfg.kinds),
+    cache=tuple(linear if kind == LINEAR else full for kind in cfg.kinds),
     count=rows,
     draw_position=rows,
     rotary=rows,

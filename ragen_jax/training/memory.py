@@ -305,6 +305,7 @@ def _of_column(
     read = c.num_heads * c.head_dim
     heads = read * (1 + c.output_gate) + 2 * c.num_kv_heads * c.head_dim
   mlp = c.mlp_numbers(with_experts, tensor)
+  chunks += 4 * size * c.hidden_size * c.output_norms
   layer = chunks + size * (6 * (c.hidden_size + mlp) + 4 * heads // tensor)
   costly = size * (2 * (c.hidden_size + mlp) + (heads + read) // tensor)
   if rank:

@@ -108,6 +108,8 @@ def test_facts_of_the_templates(made):
   assert formats['llama3'].no_system.endswith('\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>')
   newer = ('qwen3.5', 'qwen3.5-small')
   stripped = {name: form.stripped for name, form in formats.items() if form.stripped}
+  assert stripped.pop('gemma3') == {'user', 'assistant'}
+  assert [name for name, form in formats.items() if form.joins_system] == ['gemma3']
   assert stripped == dict.fromkeys(('llama3', *newer), frozenset({'system', 'user', 'assistant'}))
   thoughts = {name: form.thoughts for name, form in formats.items() if form.thoughts is not Thoughts.KEPT}
   assert thoughts == dict.fromkeys(('qwen3', *newer), Thoughts.PAST) | dict.fromkeys(
@@ -118,8 +120,28 @@ def test_facts_of_the_templates(made):
   assert forced == dict.fromkeys(('r1-forced', 'qwen3.5'), '<think>\n') | {'qwen3.5-small': quiet}
   assert {formats[name].quiet for name in newer} == {quiet}
   assert formats['qwen3'].quiet == '<think>\n\n</think>\n\n' and formats['qwen2.5'].quiet == ''
-  assert all(formats[name].later_system is None for name in ('r1', 'r1-forced', 'r1-plain', *newer))
+  assert all(formats[name].later_system is None for name in ('r1', 'r1-forced', 'r1-plain', 'gemma3', *newer))
   assert formats['qwen3'] == dataclasses.replace(CHATML, quiet=formats['qwen3'].quiet, thoughts=Thoughts.PAST)
+
+
+def test_a_special_token_beyond_the_rows_of_the_model_is_no_id(made, tmp_path):
+  kind = dataclasses.replace(KINDS['gemma3'], specials=(*KINDS['gemma3'].specials, '<image_soft_token>'), others=())
+  directory = pathlib.Path(write_tokenizer(tmp_path, kind))
+  whole = ChatTokenizer(directory)
+  assert whole.added['<image_soft_token>'] == whole.size - 1
+  (directory / 'config.json').write_text(json.dumps({'vocab_size': whole.size - 1}))
+  assert ChatTokenizer(directory).size == whole.size - 1
+  assert '<image_soft_token>' not in ChatTokenizer(directory).harmless('<image_soft_token>')
+  for rows in (whole.size - 2, whole.size + 8):  # a token of the format has no row; a padded model
+    (directory / 'config.json').write_text(json.dumps({'vocab_size': rows}))
+    assert ChatTokenizer(directory).size == whole.size
+
+
+def test_the_bytes_of_tokens_that_are_text_or_bytes(made):
+  tok = ChatTokenizer(made['gemma3'])
+  ids = tok.encode('a b\né\n\n')
+  assert b''.join(map(tok.token_bytes, ids)).decode() == 'a b\né\n\n'
+  assert [tok.token_bytes(i) for i in ids][:3] == [b'a', b' ', b'b'] and len(ids) == 7
 
 
 def test_the_date_of_a_template_is_written_as_asked(tmp_path):
@@ -267,6 +289,8 @@ def test_conversations_of_a_file_have_the_ids_of_the_template_and_come_back(pair
       assert whole[: len(ids)] == ids and whole[len(ids) - 1] == ours.stop_ids[0]
     found = ours.messages(ours.decode(ids))
     default = ours.format.default_system
+    if ours.format.joins_system and talk[0][0] == 'system':
+      talk = [('user', f'{talk[0][1]}\n\n{talk[1][1]}'), *talk[2:]]  # they are one message
     assert found == ([('system', default)] if default and talk[0][0] == 'user' else []) + talk
 
 

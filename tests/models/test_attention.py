@@ -87,6 +87,9 @@ def test_long_rows_of_trees_attend_to_what_they_see_and_have_its_gradient(column
 
   got = both(lambda *x: attend_causal_by_row(*x, jnp.asarray(seen)))
   chex.assert_trees_all_close(got, both(lambda *x: attend(*x, jnp.asarray(mask))), atol=1e-5)
+  near = mask & np.asarray(trees.near(trees.depths(jnp.asarray(seen)), 90))
+  got = both(lambda *x: attend_causal_by_row(*x, jnp.asarray(seen), window=90))
+  chex.assert_trees_all_close(got, both(lambda *x: attend(*x, jnp.asarray(near))), atol=1e-5)
   causal = both(lambda *x: attend_causal_by_row(*x))
   whole = both(lambda *x: attend(*x, jnp.tril(jnp.ones((columns, columns), bool))[None]))
   chex.assert_trees_all_close(causal, whole, atol=1e-5)
@@ -119,7 +122,7 @@ def test_blocks_follow_the_scores_of_a_device(monkeypatch, implementation, rows,
 
 @_WAYS
 @pytest.mark.parametrize('queries', [1, 5])
-def test_columns_in_two_arrays_are_columns_in_one(settings, queries):
+def test_columns_in_two_arrays_are_columns_in_one(monkeypatch, settings, queries):
   """A cache of 9 columns, of which each row has some, and new columns: against one array of all of them."""
   rng = np.random.default_rng(4)
   q, *new = (jnp.asarray(rng.normal(size=(3, queries, n, 8)), jnp.float32) for n in (4, 2, 2))
@@ -131,6 +134,13 @@ def test_columns_in_two_arrays_are_columns_in_one(settings, queries):
   whole = [jnp.broadcast_to(seen, (3, queries, 9)), jnp.broadcast_to(causal, (3, queries, queries))]
   expected = attend(q, *every, jnp.concatenate(whole, axis=2))
   np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+  # Each query with a mask of its own, also in blocks of queries.
+  own = seen & (jnp.arange(9) > jnp.arange(queries)[:, None])
+  expected = attend(q, *every, jnp.concatenate([own, whole[1]], axis=2))
+  for most in (2**28, 0):
+    monkeypatch.setattr(attention, '_MAX_SCORES', most)
+    got = attend(q, *new, causal, (k, v, own), settings=settings)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
 
 
 def test_a_cache_by_heads_is_attended_to_as_one_by_columns():

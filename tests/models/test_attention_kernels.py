@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.models import attention_kernels
-from ragen_jax.models.attention import EINSUM, AttentionSettings, causal
+from ragen_jax.models import attention_kernels, trees
+from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal
 from tests.support.paths import ROOT
 from tests.support.processes import environment
 from tests.support.trees import random_tree, seen_until_of
@@ -50,20 +50,20 @@ def make(name: str, dtype=np.float32):
   return (*arrays, jnp.asarray(seen_until_of(np.stack(rows))))
 
 
-def outputs_and_gradients(settings, q, k, v, weights, seen_until):
+def outputs_and_gradients(settings, q, k, v, weights, seen_until, window=0):
   """The output, and the gradients of its weighted sum."""
 
   @jax.jit
   def both(q, k, v):
-    out, pull = jax.vjp(lambda *x: causal(*x, seen_until, settings), q, k, v)
+    out, pull = jax.vjp(lambda *x: causal(*x, seen_until, settings, window), q, k, v)
     return out, *pull(weights)
 
   return [np.asarray(x, np.float32) for x in both(q, k, v)]
 
 
 @functools.cache
-def expected(name):
-  return outputs_and_gradients(EINSUM, *make(name))
+def expected(name, window=0):
+  return outputs_and_gradients(EINSUM, *make(name), window)
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -76,6 +76,33 @@ def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
   for x, want, name in zip(found, expected(shape), ('out', 'q', 'k', 'v'), strict=True):
     # Sums of up to 540 products in float32, in another order.
     np.testing.assert_allclose(x, want, rtol=0, atol=2e-6 * np.abs(want).max(), err_msg=name)
+
+
+@pytest.mark.parametrize(('shape', 'window'), [('packed', 33), ('packed over blocks', 130), ('trees', 25)])
+@pytest.mark.parametrize('kernel', ('blocks', *KERNELS))
+def test_kernels_attend_to_windows(kernel, shape, window):
+  q, k, v, _, seen_until = make(shape)
+  # What is near in a tree is so by depth.
+  places = np.arange(q.shape[1])[None] if seen_until is None else np.asarray(trees.depths(seen_until))
+  mask = np.asarray(trees.still_seen(seen_until)) & np.tri(q.shape[1], dtype=bool)
+  mask &= places[:, :, None] - places[:, None] < window
+  want = expected(shape, window)
+  np.testing.assert_allclose(want[0], attend(q, k, v, jnp.asarray(mask)), rtol=0, atol=1e-5)
+  if shape == 'trees' and kernel != 'blocks':
+    return  # `Qwen.tree_columns` allows none
+  found = outputs_and_gradients(AttentionSettings(kernel, None, interpret=True), *make(shape), window)
+  for x, of_all, name in zip(found, want, ('out', 'q', 'k', 'v'), strict=True):
+    np.testing.assert_allclose(x, of_all, rtol=0, atol=2e-6 * np.abs(of_all).max(), err_msg=name)
+
+
+def test_cudnn_gets_windows_in_its_mask(monkeypatch):
+  """The rest of it runs on NVIDIA GPUs only; here, attention with all scores takes its place."""
+  real = jax.nn.dot_product_attention
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', lambda *x, implementation, **more: real(*x, **more))
+  for shape in ('packed', 'one sequence a row'):
+    q, k, v, _, seen_until = make(shape)
+    found = attention_kernels.cudnn(q, k, v, seen_until, window=33)
+    np.testing.assert_allclose(found, expected(shape, 33)[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

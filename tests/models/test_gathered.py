@@ -16,7 +16,7 @@ from ragen_jax.distributed import sharding
 from ragen_jax.distributed.mesh import AXES
 from ragen_jax.distributed.sharding import gathered, row_sharding, trained_spec, weight_spec
 from ragen_jax.models import lora
-from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen import FULL, WINDOWED, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from tests.support import adapters
 from tests.support.processes import copy_python
@@ -184,6 +184,25 @@ def test_frozen_weights_under_adapters_are_not_gathered(monkeypatch):
   after = nnx.eval_shape(make)
   assert found and all(256 in shape for shape in found)
   assert {'embed_tokens', 'lora_a'} <= {path[-1] for path, _ in nnx.to_flat_state(after)}
+
+
+def test_a_layer_behind_the_loop_over_the_others_is_gathered_like_weights_outside_of_it(monkeypatch):
+  found = []
+  monkeypatch.setattr(sharding, '_gathered', lambda x, whole, sent: found.append(x.shape) or x)
+  cfg = QwenConfig(
+    architecture='gemma3', vocab_size=128, hidden_size=64, intermediate_size=256, num_layers=9, num_heads=4,
+    num_kv_heads=2, head_dim=16, layer_kinds=(WINDOWED, FULL) * 4 + (WINDOWED,), window=4,
+  )  # fmt: skip
+
+  def make():
+    policy = Qwen(cfg, rngs=nnx.Rngs(0))
+    assert policy.looped == 8
+    policy.activation_sharding = row_sharding(AbstractMesh((2, 1, 1), AXES))
+    return nnx.split(ActorCritic(policy).gathered())[1]
+
+  after = nnx.eval_shape(make)
+  assert len({path[2] for path, _ in nnx.to_flat_state(after) if path[1] == 'layers'}) == 9
+  assert found.count((64, 256)) == 2 and found.count((256, 64)) == 1 and (128, 64) in found  # gate, up, down, embedding
 
 
 MESH = AbstractMesh((2, 2, 2), AXES)

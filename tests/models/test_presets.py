@@ -70,12 +70,12 @@ def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch, tm
   [
     # As the model cards have them, in millions; the heads' own embedding counted where it is not tied.
     ('qwen2.5-0.5b', 494), ('r1-distill-qwen-1.5b', 1777), ('qwen3-0.6b', 596), ('qwen3.5-0.8b', 752.4),
-    ('llama3.2-1b', 1236), ('smollm2-135m', 134.5),
+    ('llama3.2-1b', 1236), ('smollm2-135m', 134.5), ('gemma3-270m', 268.1),
     *(pytest.param(*x, marks=pytest.mark.slow) for x in (
       ('qwen2.5-1.5b', 1544), ('qwen2.5-3b', 3086), ('qwen2.5-7b-instruct', 7616), ('qwen3-1.7b', 1721),
       ('qwen3-4b', 4022), ('qwen3-8b', 8191), ('qwen3.5-2b', 1881.8), ('qwen3.5-4b', 4205.8), ('qwen3.5-9b', 8953.8),
       ('qwen3.5-27b', 26896.0), ('llama3.2-3b-instruct', 3213), ('smollm2-360m', 361.8), ('smollm2-1.7b', 1711),
-      ('qwen3-30b-a3b', 30532.1), ('qwen3.5-35b-a3b', 34660.6),
+      ('qwen3-30b-a3b', 30532.1), ('qwen3.5-35b-a3b', 34660.6), ('gemma3-1b', 999.9),
     )),
   ],
 )  # fmt: skip

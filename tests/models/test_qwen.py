@@ -13,13 +13,13 @@ from flax import nnx
 
 from ragen_jax.models import lora
 from ragen_jax.models.attention import EINSUM, AttentionSettings
-from ragen_jax.models.checkpoint import experts_config, linear_config
+from ragen_jax.models.checkpoint import experts_config, linear_config, window_config
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import stored, weights
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, CacheMask, Qwen, QwenConfig
-from ragen_jax.models.rotary import Llama3Scaling
+from ragen_jax.models.qwen import FULL, LINEAR, WINDOWED, CacheMask, Qwen, QwenConfig
+from ragen_jax.models.rotary import LinearScaling, Llama3Scaling
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampler
@@ -75,6 +75,18 @@ CASES = {
     'layer_kinds': (LINEAR, FULL, LINEAR),
     'linear': LinearConfig(key_heads=2, value_heads=6, key_dim=8, value_dim=12, taps=4),
   },
+  # Windows that every row outgrows, and scores that the width of a head does not scale.
+  'gemma3': {
+    'architecture': 'gemma3',
+    'num_layers': 3,
+    'tie_word_embeddings': False,
+    'rope_theta': 1e4,
+    'rope_scaling': LinearScaling(4.0),
+    'layer_kinds': (WINDOWED, FULL, WINDOWED),
+    'window': 4,
+    'window_rope_theta': 300.0,
+    'query_scalar': 5,
+  },
   'qwen3-experts': {
     'architecture': 'qwen3',
     'tie_word_embeddings': False,
@@ -115,16 +127,22 @@ def reference(directory: str, case: str):
   config_class = {
     'qwen2': transformers.Qwen2Config, 'qwen3': transformers.Qwen3Config, 'llama': transformers.LlamaConfig,
     'qwen3_5': transformers.Qwen3_5TextConfig, 'qwen3_moe': transformers.Qwen3MoeConfig,
-    'qwen3_5_moe': transformers.Qwen3_5MoeTextConfig,
+    'qwen3_5_moe': transformers.Qwen3_5MoeTextConfig, 'gemma3': transformers.Gemma3TextConfig,
   }[cfg.architecture + '_moe' * (cfg.experts is not None)]  # fmt: skip
   scaling, hybrid = {'rope_type': 'default'}, {}
   if cfg.rope_scaling is not None:
-    scaling = {'rope_type': 'llama3', **dataclasses.asdict(cfg.rope_scaling)}
+    kind = 'linear' if cfg.window else 'llama3'
+    scaling = {'rope_type': kind, **dataclasses.asdict(cfg.rope_scaling)}
   if cfg.linear is not None:
     hybrid = linear_config.write(cfg)
     scaling = hybrid.pop('rope_parameters')
   if cfg.experts is not None:
     hybrid |= experts_config.write(cfg)
+  rope = {'rope_theta': cfg.rope_theta, **scaling}
+  if cfg.window:
+    hybrid = window_config.write(cfg)
+    own = {'rope_type': 'default', 'rope_theta': hybrid.pop('rope_local_base_freq')}
+    rope = {FULL: rope, WINDOWED: own}
   config = config_class(
     **hybrid,
     vocab_size=cfg.vocab_size,
@@ -134,7 +152,7 @@ def reference(directory: str, case: str):
     num_attention_heads=cfg.num_heads,
     num_key_value_heads=cfg.num_kv_heads,
     head_dim=cfg.head_dim,
-    rope_parameters={'rope_theta': cfg.rope_theta, **scaling},
+    rope_parameters=rope,
     rms_norm_eps=cfg.rms_norm_eps,
     tie_word_embeddings=cfg.tie_word_embeddings,
     pad_token_id=0,
@@ -303,9 +321,10 @@ def fresh(architecture: str = 'qwen2', num_layers: int = 2, *, shape: dict | Non
   return nnx.merge(graphdef, nnx.from_flat_state([(p, weight(p, leaf)) for p, leaf in nnx.to_flat_state(state)]))
 
 
-def test_a_window_behind_a_cache_is_one_forward():
+@pytest.mark.parametrize('case', ['qwen3-tied', 'gemma3'])
+def test_a_window_behind_a_cache_is_one_forward(case):
   """8 columns fill a first window; it is then the cache of a second one, which 12 columns are written to one by one."""
-  model = fresh('qwen3')
+  model = fresh(shape=CASES[case])
   tokens, valid = ragged((20, 14, 17), seed=4)
   b, t = tokens.shape
   prompt, new = np.array([8, 2, 5]), 12  # tokens of each row in the cache, columns of the window
@@ -497,6 +516,28 @@ def test_sequences_of_one_row_do_not_see_one_another(attention):
   assert np.abs(joined[30:] - packed[30:]).max() > 0.1
 
 
+@pytest.mark.parametrize('attention', [EINSUM, BLOCKS, FLASH], ids=['einsum', 'blocks', 'flash'])
+def test_windows_are_of_a_sequence_and_not_of_columns(attention):
+  """Two sequences of one row, and where trees may be so wide two that share their beginning."""
+  model = fresh(shape=CASES['gemma3'], attention=attention)
+  a, b = (np.arange(n) % TOKENS + 1 for n in (11, 9))
+
+  @nnx.jit
+  def hidden(model, tokens, seen_until=None):
+    return model(model.embed(tokens), seen_until=seen_until)[0]
+
+  def alone(tokens):
+    return hidden(model, jnp.asarray(np.pad(tokens, (0, 20 - len(tokens)))[None]))[0, : len(tokens)]
+
+  row = hidden(model, jnp.asarray(np.concatenate([a, b])[None]), jnp.asarray([[11] * 11 + [20] * 9]))[0]
+  np.testing.assert_allclose(row, np.concatenate([alone(a), alone(b)]), rtol=0, atol=2e-5)
+  assert model.tree_columns == (4 if attention is FLASH else attention.tree_columns(8))
+  if attention is not FLASH:  # 6 columns, then 5 and 9 behind them
+    tree = hidden(model, jnp.asarray(np.concatenate([a, b])[None]), jnp.asarray([[20] * 6 + [11] * 5 + [20] * 9]))[0]
+    np.testing.assert_allclose(tree[:11], alone(a), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(tree[11:], alone(np.concatenate([a[:6], b]))[6:], rtol=0, atol=2e-5)
+
+
 def hybrid(kinds: tuple[str, ...] = (LINEAR, FULL), **kwargs) -> Qwen:
   """A random Qwen3.5 with layers of these kinds."""
   return fresh(shape=CASES['qwen3_5-tied'] | {'num_layers': len(kinds), 'layer_kinds': kinds}, **kwargs)
@@ -525,13 +566,21 @@ def test_packed_rows_of_a_model_with_memories_do_not_see_one_another():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('remat', ['none', 'attention', 'elementwise', 'layers'])
-def test_layers_of_several_kinds_are_scanned_and_computed_again_without_a_difference(remat):
+@pytest.mark.parametrize(
+  ('case', 'kinds'),
+  [
+    ('qwen3_5-tied', (LINEAR, LINEAR, FULL) * 2),
+    ('gemma3', (WINDOWED, WINDOWED, FULL) * 2 + (WINDOWED,)),  # and a layer behind the loop
+  ],
+)
+def test_layers_of_several_kinds_are_scanned_and_computed_again_without_a_difference(remat, case, kinds):
   """Two turns of a loop over three layers, packed, against the layers one by one with nothing computed again."""
   tokens = jnp.asarray(ragged((33, 21), seed=7)[0])
   seen_until = jnp.asarray(seen_until_of([[0] * 14 + [1] * 19, [0] * 5 + [1] * 9 + [2] * 7 + [3] * 12]))
 
   def run(scan, remat):
-    model = hybrid((LINEAR, LINEAR, FULL) * 2)
+    model = fresh(shape=CASES[case] | {'num_layers': len(kinds), 'layer_kinds': kinds})
+    assert model.cfg.period == 3
     model.scan_layers = scan
 
     @nnx.jit

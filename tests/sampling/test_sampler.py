@@ -16,7 +16,7 @@ from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.planning.lowering import abstract_rows, lower_sampler
 from ragen_jax.sampling.draw import GREEDY, PLAIN, RowSampling, Sampling
 from ragen_jax.sampling.sampler import Sampler
-from tests.support.models import EXPERTS, HYBRID, random_model
+from tests.support.models import EXPERTS, HYBRID, WINDOWS, random_model
 
 VOCAB, STOP = 40, 7
 
@@ -80,13 +80,15 @@ def _run_turns(sampler, params, keys, rng, *, turns, sampling, rows=4, max_new=6
 
 
 @pytest.fixture(
-  scope='module', params=['qwen2', *(pytest.param(x, marks=pytest.mark.slow) for x in ('qwen3_5', 'experts'))]
+  scope='module', params=['qwen2', *(pytest.param(x, marks=pytest.mark.slow) for x in ('qwen3_5', 'experts', 'gemma3'))]
 )
 def model(request):
   if request.param == 'qwen2':
     return random_model(VOCAB)
   if request.param == 'experts':
     return random_model(VOCAB, **EXPERTS)
+  if request.param == 'gemma3':
+    return random_model(VOCAB, **WINDOWS)
   model = random_model(VOCAB, **HYBRID)
   # Its hidden states have more rounding; values of the size of log-probs have as much as these.
   model.value_head.kernel.set_value(0.1 * model.value_head.kernel[...])

@@ -84,6 +84,16 @@ LLAMA3 = (
   "{% if add_generation_prompt %}{{ head + 'assistant' + tail }}{% endif %}"
 )
 
+# A system message begins the first question, roles alternate, and contents are stripped but for the system's.
+GEMMA3 = (
+  "{{ bos_token }}{% if messages[0].role == 'system' %}{% set lead = messages[0].content + '\n\n' %}"
+  "{% set rest = messages[1:] %}{% else %}{% set lead = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}"
+  "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate.') }}{% endif %}"
+  "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (lead if loop.first else '') }}"
+  "{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+
 PHI3 = (
   "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
   "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -92,13 +102,17 @@ PHI3 = (
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """A tokenizer: its template, special tokens (the first is that of padding), other added tokens, bos and eos."""
+  """A tokenizer: its template, special tokens (the first is that of padding), other added tokens, bos and eos.
+
+  With `pieces`, its tokens are characters, a mark for the space, and bytes for what is no character of theirs.
+  """
 
   template: str | None
   specials: tuple[str, ...]
   others: tuple[str, ...] = ()
   bos: str | None = None
   eos: str | None = None
+  pieces: bool = False
 
 
 CHATML_TOKENS = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
@@ -119,6 +133,9 @@ KINDS = {
   'phi3': Kind(
     PHI3, ('<pad>', '<s>', '<|end|>', '<|system|>', '<|user|>', '<|assistant|>'), bos='<s>', eos='<|end|>'
   ),
+  'gemma3': Kind(
+    GEMMA3, ('<pad>', '<eos>', '<bos>', '<start_of_turn>', '<end_of_turn>'), ('\n\n',), '<bos>', '<eos>', pieces=True
+  ),
   'llama3': Kind(
     LLAMA3, ('<pad>', '<|begin_of_text|>', '<|end_of_text|>', '<|eot_id|>', '<|start_header_id|>', '<|end_header_id|>'),
     bos='<|begin_of_text|>', eos='<|eot_id|>',
@@ -129,10 +146,18 @@ KINDS = {
 def write_tokenizer(directory: pathlib.Path, kind: Kind) -> str:
   """Writes a tokenizer with a token for each byte and the added tokens of a kind; returns its directory."""
   alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-  backend.normalizer = tokenizers.normalizers.NFC()
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-  backend.decoder = tokenizers.decoders.ByteLevel()
+  if kind.pieces:
+    alphabet = [f'<0x{byte:02X}>' for byte in range(256)] + ['\u2581', *map(chr, range(0x21, 0x7F))]
+  vocab = {c: i for i, c in enumerate(alphabet)}
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=kind.pieces))
+  if kind.pieces:
+    backend.normalizer = tokenizers.normalizers.Replace(' ', '\u2581')
+    parts = [tokenizers.decoders.Replace('\u2581', ' '), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence(parts)
+  else:
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
   backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in kind.specials])
   backend.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in kind.others])
   directory.mkdir(exist_ok=True, parents=True)

@@ -13,8 +13,8 @@ from flax import nnx
 
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
-from ragen_jax.models.rotary import Llama3Scaling
+from ragen_jax.models.qwen import FULL, LINEAR, WINDOWED, Qwen, QwenConfig
+from ragen_jax.models.rotary import LinearScaling, Llama3Scaling
 
 SMALL = QwenConfig(
   vocab_size=70,
@@ -58,6 +58,18 @@ HYBRID_EXPERTS = QwenConfig(
 )
 
 LLAMA = QwenConfig(**vars(SMALL) | {'architecture': 'llama', 'rope_scaling': Llama3Scaling(8.0, 1.0, 4.0, 64)})
+
+GEMMA = QwenConfig(
+  **vars(SMALL)
+  | {
+    'architecture': 'gemma3',
+    'rope_scaling': LinearScaling(4.0),
+    'layer_kinds': (WINDOWED, FULL),
+    'window': 4,
+    'window_rope_theta': 300.0,
+    'query_scalar': 10,
+  }
+)
 
 
 def random_params(cfg: QwenConfig, param_dtype='float32', seed: int = 0) -> nnx.State:

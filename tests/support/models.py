@@ -15,7 +15,7 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
+from ragen_jax.models.qwen import FULL, LINEAR, WINDOWED, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft import tiny_tokenizer
 
@@ -33,6 +33,16 @@ HYBRID = {
 # The same with wider heads: in heads of a few numbers, an answer of the memory may be near 0, of which the norm shows
 # the rounding.
 WIDE_HYBRID = HYBRID | {'linear': LinearConfig(key_heads=2, value_heads=4, key_dim=32, value_dim=32, taps=4)}
+
+# What a tiny Gemma 3 has beside the fields of `random_model`.
+WINDOWS = {
+  'architecture': 'gemma3',
+  'num_layers': 3,
+  'layer_kinds': (WINDOWED, FULL, WINDOWED),
+  'window': 5,
+  'window_rope_theta': 300.0,
+  'query_scalar': 12,
+}
 
 
 # What a tiny Qwen3 with experts has beside the fields of `random_model`: one layer of each kind.

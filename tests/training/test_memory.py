@@ -20,7 +20,7 @@ from ragen_jax.models.attention import AttentionSettings
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.layers import freeze
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import REMAT, Qwen, QwenConfig
+from ragen_jax.models.qwen import FULL, REMAT, WINDOWED, Qwen, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.config import QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig
@@ -36,7 +36,7 @@ from ragen_jax.training.state import TrainState
 from ragen_jax.utils import host_memory
 from tests.support import learning
 from tests.support.configs import small_config
-from tests.support.models import HYBRID
+from tests.support.models import HYBRID, WINDOWS
 from tests.support.seeing import seeing_config, seeing_policy
 
 # As for an accelerator: ordered for memory. The machine code is not run.
@@ -56,6 +56,8 @@ _HYBRID = HYBRID | {
   'num_layers': 8, 'vocab_size': 64, 'layer_kinds': HYBRID['layer_kinds'] * 2,
   'linear': LinearConfig(key_heads=2, value_heads=4, key_dim=32, value_dim=32, taps=4),
 }  # fmt: skip
+# And a layer behind a loop over two.
+_WINDOWS = WINDOWS | {'num_layers': 9, 'vocab_size': 64, 'layer_kinds': (WINDOWED, FULL) * 4 + (WINDOWED,)}
 
 
 def _model(*, adapters: bool = False, separate: bool = False, **shape) -> LanguageModel:
@@ -93,6 +95,8 @@ def _compiled(
     pytest.param(_HYBRID, {'remat': 'layers', 'logits_chunk': 64}, marks=pytest.mark.slow),
     pytest.param(_HYBRID, {'remat': 'attention', 'logits_chunk': 64}, marks=pytest.mark.slow),
     pytest.param(_HYBRID, {'remat': 'elementwise', 'logits_chunk': 64}, marks=pytest.mark.slow),
+    pytest.param(_WINDOWS, {'remat': 'layers', 'logits_chunk': 64}, marks=pytest.mark.slow),
+    pytest.param(_WINDOWS, {'remat': 'none', 'logits_chunk': 64}, marks=pytest.mark.slow),
     pytest.param({'num_layers': 8, 'vocab_size': 64}, {'remat': 'none', 'logits_chunk': 0}, marks=pytest.mark.slow),
   ],
 )

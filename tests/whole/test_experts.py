@@ -1,4 +1,4 @@
-"""A model with experts plays and learns: its update has the numbers of its sampler, on one device and on several."""
+"""Models with experts, or with windows, play and learn: the update has the numbers of the sampler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from ragen_jax import build
 from tests.support.configs import small_config
-from tests.support.models import EXPERTS, HYBRID_EXPERTS, random_policy
+from tests.support.models import EXPERTS, HYBRID_EXPERTS, WINDOWS, random_policy
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from tests.support.models import EXPERTS, HYBRID_EXPERTS, random_policy
       EXPERTS,
       marks=pytest.mark.slow,
     ),
+    ({'optimizer__packing': True, 'model__logits_chunk': 16, 'lora__rank': 2}, WINDOWS),
     pytest.param({'model__remat': True, 'algorithm__ratio_level': 'sequence'}, EXPERTS, marks=pytest.mark.slow),
     pytest.param(
       {'model__separate_critic': True, 'algorithm__old_logprobs': 'trainer'}, EXPERTS, marks=pytest.mark.slow
@@ -27,7 +28,7 @@ from tests.support.models import EXPERTS, HYBRID_EXPERTS, random_policy
       {'lora__rank': 2, 'lora__targets': 'all-linear', 'model__remat': 'auto'}, EXPERTS, marks=pytest.mark.slow
     ),
   ],
-  ids=['packed', 'computed again, GSPO', 'separate critic', 'behind memories', 'adapters'],
+  ids=['packed', 'windows', 'computed again, GSPO', 'separate critic', 'behind memories', 'adapters'],
 )
 def test_an_iteration_has_the_log_probs_of_the_sampler(tmp_path, fields, shape):
   config = small_config(agent__max_response_tokens=12, envs__FrozenLake__max_turns=2, **fields)
@@ -43,5 +44,5 @@ def test_an_iteration_has_the_log_probs_of_the_sampler(tmp_path, fields, shape):
   gaps = [metrics[name] for name in ('rollout/logprob_gap_max', 'actor/logprob_gap_max') if name in metrics]
   assert gaps and max(gaps) < 1e-4, gaps
   assert metrics['actor/grad_norm'] > 0 and np.isfinite(metrics['actor/pg_loss'])
-  if fields.get('optimizer__packing') and shape is EXPERTS:
+  if fields.get('optimizer__packing') and shape is not HYBRID_EXPERTS:
     assert metrics['perf/shared_tokens'] > 0  # rows of a bin share their beginnings

@@ -23,7 +23,7 @@ from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.checkpoints import Checkpointer
 from tests.support import mesh_worker
 from tests.support.checkpoints import random_params
-from tests.support.models import EXPERTS, HYBRID, random_model
+from tests.support.models import EXPERTS, HYBRID, WINDOWS, random_model
 from tests.support.paths import ROOT
 from tests.support.processes import coordinator, copy_python, environment
 
@@ -112,9 +112,10 @@ def _assert_same(many, one):
   [
     (HYBRID | {'num_layers': 2, 'layer_kinds': HYBRID['layer_kinds'][2:]}, {}),
     (EXPERTS, {}),
+    (WINDOWS, {}),
     (EXPERTS, {'agent__decode_shards': 2}),  # neighbours divide the experts while they sample
   ],
-  ids=['memories', 'experts', 'experts of neighbours'],
+  ids=['memories', 'experts', 'windows', 'experts of neighbours'],
 )
 def test_eight_devices_change_nothing_for_other_kinds_of_layers(tmp_path, shape, fields):
   source = presets.resolve('tiny', '')

@@ -5,7 +5,7 @@ if this project wrote it, `value_head.safetensors`. A critic with its own trunk 
 `critic` of the policy's checkpoint; it has no output projection, and the value head is stored in that subdirectory.
 Only JSON and safetensors files are read, so code in a checkpoint never runs. The layouts are those of
 `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`,
-`LlamaForCausalLM` and, for models that read images, of `Qwen2_5_VLForConditionalGeneration` and
+`LlamaForCausalLM`, `Gemma3ForCausalLM` and, for models that read images, of `Qwen2_5_VLForConditionalGeneration` and
 `Qwen3VLForConditionalGeneration` in `transformers`. Of `Qwen3_5ForConditionalGeneration` and
 `Qwen3_5MoeForConditionalGeneration` the text model is read.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen_jax.models.checkpoint import experts_config, linear_config, rope_config, vision_config
+from ragen_jax.models.checkpoint import experts_config, linear_config, rope_config, vision_config, window_config
 from ragen_jax.models.checkpoint.fields import integer, unsupported
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
@@ -43,6 +43,7 @@ _ARCHITECTURES = {
   'Qwen3_5ForCausalLM': 'qwen3_5_text',
   'Qwen3_5MoeForCausalLM': 'qwen3_5_moe_text',
   'LlamaForCausalLM': 'llama',
+  'Gemma3ForCausalLM': 'gemma3_text',
   'Qwen2_5_VLForConditionalGeneration': 'qwen2_5_vl',
   'Qwen3VLForConditionalGeneration': 'qwen3_vl',
   'Qwen3_5ForConditionalGeneration': 'qwen3_5',
@@ -53,9 +54,10 @@ _MOE = '_moe'
 # `model_type` -> that of the text model that is read of it, without its vision tower.
 _TEXT_MODELS = {
   'qwen3_5_text': 'qwen3_5', 'qwen3_5': 'qwen3_5', 'qwen3_5_moe_text': 'qwen3_5_moe', 'qwen3_5_moe': 'qwen3_5_moe',
+  'gemma3_text': 'gemma3',
 }  # fmt: skip
 # What `transformers` takes for a `head_dim` that a file lacks, if it is not hidden_size / num_attention_heads.
-_HEAD_DIMS = {'qwen3': 128, 'qwen3_5': 256, 'qwen3_5_moe': 256}
+_HEAD_DIMS = {'qwen3': 128, 'qwen3_5': 256, 'qwen3_5_moe': 256, 'gemma3': 256}
 _UNQUANTISED = 'use the weights in float32, bfloat16 or float16'
 
 # Fields of a source's config.json that do not describe the shape and are copied unchanged into an export.
@@ -160,11 +162,15 @@ def _read_trunk(raw: dict[str, Any], family: str, where: str) -> QwenConfig:
     head_dim = hidden_size // num_heads
   if head_dim % 2:
     raise UserError(f'{where}: head_dim={head_dim} must be even')
-  hybrid = {} if architecture != 'qwen3_5' else linear_config.read(raw, num_layers, head_dim, where)
-  if not hybrid and _has_sliding_window(raw, num_layers):
-    field = 'layer_types' if raw.get('layer_types') else 'use_sliding_window'
-    raise unsupported(raw, field, 'every layer must attend to the whole context', where)
-  theta, scaling = rope_config.read(raw, architecture, where)
+  if architecture == 'gemma3':
+    fields = window_config.read(raw, num_layers, head_dim, where)
+  else:
+    fields = linear_config.read(raw, num_layers, head_dim, where) if architecture == 'qwen3_5' else {}
+    if not fields and _has_sliding_window(raw, num_layers):
+      field = 'layer_types' if raw.get('layer_types') else 'use_sliding_window'
+      raise unsupported(raw, field, 'every layer must attend to the whole context', where)
+    theta, scaling = rope_config.read(raw, architecture, where)
+    fields |= {'rope_theta': theta, 'rope_scaling': scaling}
   mixture = {} if family == architecture else experts_config.read(raw, architecture, num_layers, where)
   if mixture and not mixture['mlp_layers']:  # files of such models may lack what no layer has
     raw = {'intermediate_size': mixture['experts'].width} | raw
@@ -177,11 +183,9 @@ def _read_trunk(raw: dict[str, Any], family: str, where: str) -> QwenConfig:
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
-    rope_theta=theta,
-    rope_scaling=scaling,
     rms_norm_eps=float(raw.get('rms_norm_eps', 1e-6)),
-    tie_word_embeddings=bool(raw.get('tie_word_embeddings', False)),
-    **hybrid,
+    tie_word_embeddings=bool(raw.get('tie_word_embeddings', architecture == 'gemma3')),
+    **fields,
     **mixture,
   )
 
@@ -201,14 +205,15 @@ def _family(raw: dict[str, Any], where: str) -> str:
 
 
 def _check_features(raw: dict[str, Any], architecture: str, where: str) -> None:
-  """Raises UserError for a field that requires something other than a plain Qwen2, Qwen3 or Llama model."""
-  if raw.get('hidden_act', 'silu') != 'silu':
-    raise unsupported(raw, 'hidden_act', "only 'silu' is", where)
+  """Raises UserError for a field that requires something other than a plain model of its architecture."""
+  field, only = ('hidden_activation', 'gelu_pytorch_tanh') if architecture == 'gemma3' else ('hidden_act', 'silu')
+  if raw.get(field, only) != only:
+    raise unsupported(raw, field, f'only {only!r} is', where)
   if raw.get('quantization_config'):
     raise unsupported(raw, 'quantization_config', _UNQUANTISED, where)
   # Qwen2 ignores this field: it always has biases, and loading checks that they are in the weights.
-  if architecture in ('qwen3', 'qwen3_5') and raw.get('attention_bias', False):
-    raise unsupported(raw, 'attention_bias', 'Qwen3 and Qwen3.5 models have no bias', where)
+  if architecture in ('qwen3', 'qwen3_5', 'gemma3') and raw.get('attention_bias', False):
+    raise unsupported(raw, 'attention_bias', 'Qwen3, Qwen3.5 and Gemma 3 models have no bias', where)
   if architecture == 'llama':
     for field in ('attention_bias', 'mlp_bias'):
       if raw.get(field):
@@ -265,6 +270,9 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
   if cfg.linear is not None:
     del config['use_sliding_window']
     config |= linear_config.write(cfg)
+  if cfg.architecture == 'gemma3':
+    del config['use_sliding_window'], config['hidden_act']
+    config |= window_config.write(cfg)
   if cfg.experts is not None:
     config |= experts_config.write(cfg)
   raw = {}

@@ -42,6 +42,8 @@ _TABLE = (
   ('layers.*.linear_attn.norm.weight', 'model.layers.*.linear_attn.norm.weight', 'W'),
   ('layers.*.linear_attn.out_proj.kernel', 'model.layers.*.linear_attn.out_proj.weight', 'D JGW'),
   ('layers.*.post_attention_layernorm.weight', 'model.layers.*.post_attention_layernorm.weight', 'D'),
+  ('layers.*.pre_feedforward_layernorm.weight', 'model.layers.*.pre_feedforward_layernorm.weight', 'D'),
+  ('layers.*.post_feedforward_layernorm.weight', 'model.layers.*.post_feedforward_layernorm.weight', 'D'),
   ('layers.*.mlp.gate_proj.kernel', 'model.layers.*.mlp.gate_proj.weight', 'F D'),
   ('layers.*.mlp.up_proj.kernel', 'model.layers.*.mlp.up_proj.weight', 'F D'),
   ('layers.*.mlp.down_proj.kernel', 'model.layers.*.mlp.down_proj.weight', 'D F'),

@@ -6,16 +6,17 @@ import dataclasses
 from typing import Any
 
 from ragen_jax.models.qwen import QwenConfig
-from ragen_jax.models.rotary import Llama3Scaling
+from ragen_jax.models.rotary import LinearScaling, Llama3Scaling
 from ragen_jax.utils.errors import UserError
 
-_LLAMA3 = 'llama3'
+# Architecture -> the type of scaling that it may have.
+_SCALED = {'llama': ('llama3', Llama3Scaling), 'gemma3': ('linear', LinearScaling)}
 
 
-def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Llama3Scaling | None]:
+def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Llama3Scaling | LinearScaling | None]:
   """The base of the wavelengths and their scaling, from `rope_theta`, `rope_scaling` or `rope_parameters`.
 
-  `raw` are the fields of the decoder. Only Llama models can be scaled.
+  `raw` are the fields of the decoder. Only Llama and Gemma 3 models can be scaled.
 
   Raises:
     UserError: the rotary embedding is of another type, or differs from layer to layer.
@@ -23,12 +24,11 @@ def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Lla
   field = 'rope_scaling' if raw.get('rope_scaling') else 'rope_parameters'
   rope = raw.get(field) or {}
   kind = rope.get('rope_type', rope.get('type', 'default'))
-  scaled = architecture == 'llama' and kind == _LLAMA3
+  known, scaling = _SCALED.get(architecture, (None, None))
+  scaled = kind == known
   # Older files of models that read images have another name for unscaled rotary embeddings of several axes.
   if kind != 'default' and not scaled and not (kind == 'mrope' and 'mrope_section' in rope):
-    allowed = (
-      "only 'default' (unscaled) and 'llama3' are" if architecture == 'llama' else "only 'default' (unscaled) is"
-    )
+    allowed = f"only 'default' (unscaled) and {known!r} are" if known else "only 'default' (unscaled) is"
     raise UserError(f'{where}: {field}.rope_type={kind!r} is not supported; {allowed}')
   if any(isinstance(value, dict) for value in rope.values()):
     raise UserError(f'{where}: {field}={rope!r} differs from layer to layer, which is not supported')
@@ -38,18 +38,18 @@ def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Lla
   theta = rope.get('rope_theta')
   if theta is None:
     theta = raw.get('rope_theta')
-  return 10000.0 if theta is None else float(theta), _scaling(rope, f'{where}: {field}') if scaled else None
+  return 10000.0 if theta is None else float(theta), _scaling(rope, scaling, f'{where}: {field}') if scaled else None
 
 
-def _scaling(rope: dict[str, Any], where: str) -> Llama3Scaling:
+def _scaling(rope: dict[str, Any], kind: type, where: str) -> Llama3Scaling | LinearScaling:
   found = {}
-  for field in dataclasses.fields(Llama3Scaling):
+  for field in dataclasses.fields(kind):
     value = rope.get(field.name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
       raise UserError(f'{where}.{field.name}={value!r} must be a positive number')
     found[field.name] = value
-  scaling = Llama3Scaling(**found)
-  if scaling.high_freq_factor <= scaling.low_freq_factor:
+  scaling = kind(**found)
+  if kind is Llama3Scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
     raise UserError(
       f'{where}.high_freq_factor={scaling.high_freq_factor!r} must be larger than '
       f'low_freq_factor={scaling.low_freq_factor!r}'
@@ -63,5 +63,5 @@ def write(cfg: QwenConfig) -> dict[str, Any]:
     return {'rope_theta': cfg.rope_theta}
   return {
     'rope_theta': cfg.rope_theta,
-    'rope_scaling': {'rope_type': _LLAMA3, **dataclasses.asdict(cfg.rope_scaling)},
+    'rope_scaling': {'rope_type': _SCALED[cfg.architecture][0], **dataclasses.asdict(cfg.rope_scaling)},
   }

@@ -192,7 +192,10 @@ class QwenFormat:
   def _begun(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[_Item]:
     """A conversation from its beginning."""
     has_system = bool(messages) and messages[0].role is Role.SYSTEM
-    return self._system(messages[0].text if has_system else None, tools) + self._messages(messages[has_system:])
+    rest, joins = messages[has_system:], self._form.joins_system and (has_system or bool(tools))
+    if joins and not (rest and rest[0].role is Role.USER):
+      raise bad_request('messages', "messages: in the model's chat format a question must follow the system message")
+    return self._system(messages[0].text if has_system else None, tools) + self._messages(rest, begun=joins)
 
   def _later_system(self, text: str) -> list[_Item]:
     if self._form.later_system is None:
@@ -205,7 +208,8 @@ class QwenFormat:
       return any(map(_is_query, messages))
     return self._form.thoughts is not Thoughts.KEPT
 
-  def _messages(self, messages: Sequence[Message]) -> list[_Item]:
+  def _messages(self, messages: Sequence[Message], *, begun: bool = False) -> list[_Item]:
+    """Messages with what stands around them; `begun`: the system message has begun the first one's turn."""
     queries = [i for i, message in enumerate(messages) if _is_query(message)]
     # Without a query, the template shows no thought.
     last_query = queries[-1] if queries else len(messages) - 1
@@ -221,7 +225,8 @@ class QwenFormat:
         elif message.role is Role.SYSTEM:
           items += self._later_system(message.text)
         else:
-          items += self._turn(self._form.user, self._form.strip(Role.USER, message.text))
+          around = self._form.around(Role.USER, behind_system=begun and i == 0)
+          items += self._turn(around, self._form.strip(Role.USER, message.text))
     return items
 
   def _reply(self, message: Message, *, recent: bool, last: bool) -> list[_Item]:

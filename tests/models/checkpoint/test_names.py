@@ -8,11 +8,11 @@ import pytest
 from flax import nnx
 
 from ragen_jax.models.checkpoint.names import abstract_model, list_names, stored, weights
-from tests.support.checkpoints import EXPERTS, HYBRID, HYBRID_EXPERTS, LLAMA, SMALL, SMALL3
+from tests.support.checkpoints import EXPERTS, GEMMA, HYBRID, HYBRID_EXPERTS, LLAMA, SMALL, SMALL3
 
 EVERY = {
   'qwen2': SMALL, 'qwen3': SMALL3, 'qwen3_5': HYBRID, 'llama': LLAMA, 'qwen3_moe': EXPERTS,
-  'qwen3_5_moe': HYBRID_EXPERTS,
+  'qwen3_5_moe': HYBRID_EXPERTS, 'gemma3': GEMMA,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.utils.errors import UserError
 from tests.support.adapters import CONFIG, SMALL, SMALL3, TOKENS, adapted, logits, save_base
-from tests.support.checkpoints import EXPERTS, HYBRID, HYBRID_EXPERTS
+from tests.support.checkpoints import EXPERTS, GEMMA, HYBRID, HYBRID_EXPERTS
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def peft():
 
 @pytest.mark.parametrize(
   'cfg',
-  [SMALL, SMALL3, HYBRID, *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (EXPERTS, HYBRID_EXPERTS))],
-  ids=['qwen2', 'qwen3', 'qwen3_5', 'qwen3_moe', 'qwen3_5_moe'],
+  [SMALL, SMALL3, HYBRID, GEMMA, *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (EXPERTS, HYBRID_EXPERTS))],
+  ids=['qwen2', 'qwen3', 'qwen3_5', 'gemma3', 'qwen3_moe', 'qwen3_5_moe'],
 )
 def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_path, cfg, peft):
   import torch
@@ -135,8 +135,8 @@ def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_pat
 
 @pytest.mark.parametrize(
   'cfg',
-  [SMALL, HYBRID, *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (EXPERTS, HYBRID_EXPERTS))],
-  ids=['qwen2', 'qwen3_5', 'qwen3_moe', 'qwen3_5_moe'],
+  [SMALL, HYBRID, *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (EXPERTS, HYBRID_EXPERTS, GEMMA))],
+  ids=['qwen2', 'qwen3_5', 'qwen3_moe', 'qwen3_5_moe', 'gemma3'],
 )
 def test_adapters_that_peft_wrote_are_loaded(tmp_path, cfg, peft):
   import torch

@@ -28,6 +28,7 @@ from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import (
   EXPERTS,
+  GEMMA,
   HYBRID,
   HYBRID_EXPERTS,
   LLAMA,
@@ -43,7 +44,7 @@ from tests.support.processes import copy_python
 
 EVERY = {
   'qwen2': SMALL, 'qwen3': SMALL3, 'qwen3_5': HYBRID, 'llama': LLAMA, 'qwen3_moe': EXPERTS,
-  'qwen3_5_moe': HYBRID_EXPERTS,
+  'qwen3_5_moe': HYBRID_EXPERTS, 'gemma3': GEMMA,
 }  # fmt: skip
 
 

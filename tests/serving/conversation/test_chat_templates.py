@@ -71,6 +71,13 @@ def test_a_conversation_that_a_reply_ends_has_the_ids_of_the_template(pair, talk
   )
 
 
+def test_a_system_message_that_begins_a_question_needs_one(made):
+  form = QwenFormat(made['gemma3'][0], keep_thoughts=True)
+  for talk in ([(SYSTEM, 'x')], [(SYSTEM, 'x'), (ASSISTANT, 'y'), (USER, 'z')]):
+    with pytest.raises(ApiError, match='a question must follow the system message'):
+      form.render(messages_of(talk), (), OPEN)
+
+
 def test_a_thought_ends_with_its_message(made):
   for name in ('qwen3', 'r1'):
     ours, _ = made[name]

@@ -1,6 +1,10 @@
-"""A published Llama model, SmolLM2, against `transformers`: scores, three turns of replies, and an export."""
+"""A published Llama model and a Gemma 3 against `transformers`: scores, three turns of replies, and an export."""
 
 from __future__ import annotations
+
+import json
+import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +18,32 @@ from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.draw import GREEDY, Sampling
 from ragen_jax.sampling.sampler import Sampler
+from tests.support.chat_templates import GEMMA3
 
 pytestmark = pytest.mark.slow
 
-NAME = 'smollm2-135m-instruct'
+NAMES = ('smollm2-135m-instruct', 'gemma-3-270m')
 TURNS = ('Name three rivers of Europe.', 'Which of them is the longest?', 'Thank you. Say goodbye in French.')
 NEW = 24
 
 
-@pytest.fixture(scope='module')
-def models(real_model, transformers):
+def with_template(directory: pathlib.Path, target: pathlib.Path) -> str:
+  """The directory, or one with links to its files and a chat template where a base model has none."""
+  raw = json.loads((directory / 'tokenizer_config.json').read_text())
+  if 'chat_template' in raw or (directory / 'chat_template.jinja').is_file():
+    return str(directory)
+  for file in directory.iterdir():
+    os.symlink(file.resolve(), target / file.name)
+  (target / 'chat_template.jinja').write_text(GEMMA3)
+  return str(target)
+
+
+@pytest.fixture(scope='module', params=NAMES)
+def models(request, real_model, transformers, tmp_path_factory):
   """The model of `transformers`, ours, the tokenizer and the directory."""
   import torch
 
-  directory = str(real_model(NAME))
+  directory = with_template(real_model(request.param), tmp_path_factory.mktemp('real'))
   theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
   ours = load_model(directory, dtype=jnp.float32, param_dtype=jnp.float32)
   return theirs, ours, ChatTokenizer(directory), directory
@@ -54,18 +70,20 @@ def conversation(model, tokenizer, sampling) -> tuple[list[int], np.ndarray, np.
   return row, np.asarray(sampled), np.asarray(log_probs)
 
 
-def their_logits(model, row) -> np.ndarray:
+def their_logits(model, row, last: int = 0) -> np.ndarray:
+  """Those of the `last` columns; 0 for all."""
   import torch
 
   with torch.no_grad():
-    return model(torch.tensor([row])).logits[0].numpy()
+    return model(torch.tensor([row]), logits_to_keep=last).logits[0].numpy()
 
 
 def test_logits_are_those_of_transformers(models):
   theirs, ours, tokenizer, _ = models
-  ids = tokenizer.encode('The capital of France is Paris, and the capital of Italy is Rome. ' * 8)
-  found = nnx.jit(lambda m, t: m.logits(m(m.embed(t))[0]))(ours, jnp.asarray([ids]))[0]
-  expected = their_logits(theirs, list(ids))
+  ids = tokenizer.encode('The capital of France is Paris, and the capital of Italy is Rome. ' * 40)
+  assert ours.cfg.window < len(ids) - 64
+  found = nnx.jit(lambda m, t: m.logits(m(m.embed(t))[0][:, -64:]))(ours, jnp.asarray([ids]))[0]
+  expected = their_logits(theirs, list(ids), last=64)
   assert np.std(expected) > 1
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)  # of logits up to 40, through 30 layers
   assert np.abs(found - expected).max() < 2e-5 * np.abs(expected).max()
@@ -81,11 +99,11 @@ def test_sampled_replies_of_three_turns_have_the_log_probs_of_transformers(model
 
 
 def test_an_export_goes_on_greedily_for_three_turns_as_we_do(models, transformers, tmp_path):
-  _, ours, tokenizer, directory = models
+  theirs, ours, tokenizer, directory = models
   row, sampled, _ = conversation(ours, tokenizer, GREEDY)
   save_model(str(tmp_path / 'out'), ours, ours.cfg, 'float32', tokenizer_dir=directory)
   again = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / 'out')).eval()
-  assert type(again).__name__ == 'LlamaForCausalLM'
+  assert type(again) is type(theirs)
   # The sampled tokens are the likeliest, each behind all before it.
   assert (their_logits(again, row).argmax(-1)[:-1] == row[1:])[sampled[1:]].all()
   assert transformers.AutoTokenizer.from_pretrained(str(tmp_path / 'out')).chat_template
