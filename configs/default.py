@@ -368,6 +368,9 @@ def get_config(model: str = '') -> ConfigDict:
   # Truncated importance sampling: cap of the weights (the trainer's probability divided by the sampler's); 0 is off.
   # Needs old_logprobs='trainer'.
   config.algorithm.tis_cap = 0.0
+  # Mixtures of experts only: the sampler records the experts that it gives each token to, and the update uses them in
+  # place of those that its routers choose. See docs/models.md for what this costs.
+  config.algorithm.replay_experts = False
   # Passes over the rollout per iteration.
   config.algorithm.ppo_epochs = 1
 

@@ -176,6 +176,7 @@ def load_policy(config: ConfigDict) -> LanguageModel:
     adapter_path=config.lora.path,
     seed=config.seed,
     records_values=ESTIMATORS[a.adv_estimator].needs_critic and a.old_logprobs == 'sampler',
+    replay_experts=a.replay_experts,
     decode_shards=config.agent.decode_shards,
   )
   return language_models.load(settings, make_mesh(**config.mesh))

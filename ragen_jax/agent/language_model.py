@@ -78,6 +78,7 @@ class ModelSettings:
     adapter_path: directory of initial adapters; '' for fresh ones.
     seed: seed of fresh adapters.
     records_values: whether the sampler records values.
+    replay_experts: whether it records experts. Field of `config.algorithm`.
     decode_shards: `config.agent.decode_shards`, see `sampling.division`.
   """
 
@@ -92,6 +93,7 @@ class ModelSettings:
   adapter_path: str
   seed: int
   records_values: bool
+  replay_experts: bool
   decode_shards: int
 
 
@@ -134,7 +136,9 @@ def load(settings: ModelSettings, mesh: Mesh) -> LanguageModel:
   params = param_state(model)
   nnx.update(model, place(params, lora.shardings(params, mesh)))
   shards = division.choose(settings.decode_shards, model.policy.cfg, settings.dtype, mesh)
-  sampler = make_sampler(model, tokenizer, mesh, values=settings.records_values, decode_shards=shards)
+  sampler = make_sampler(
+    model, tokenizer, mesh, values=settings.records_values, experts=settings.replay_experts, decode_shards=shards
+  )
   shared = has_policys_tower(settings.vision, settings.param_dtype, directory)
   encoders = {} if processor is None else make_encoders(model, processor, mesh, shared=shared)
   return LanguageModel(directory, model, tokenizer, sampler, mesh, processor, encoders)
@@ -164,6 +168,7 @@ def make_sampler(
   mesh: Mesh | None = None,
   *,
   values: bool = True,
+  experts: bool = False,
   decode_shards: int = 1,
 ) -> Sampler:
   """A sampler that ends replies at the stop tokens of the tokenizer's chat format.
@@ -171,6 +176,7 @@ def make_sampler(
   Args:
     mesh: the devices that rows are divided over.
     values: whether to record the critic's values.
+    experts: whether to record the experts that tokens are given to, if there are any.
     decode_shards: see `Sampler`.
   """
   return Sampler(
@@ -179,6 +185,7 @@ def make_sampler(
     vocab_limit=tokenizer.size,
     banned=tokenizer.banned,
     values=values,
+    experts=experts,
     mesh=mesh,
     decode_shards=decode_shards,
   )

@@ -66,8 +66,8 @@ SENT_TYPES = (
 
 def _padding(pad_id: int, like: Trajectory) -> Trajectory:
   """The value of unused columns and rows, for each array of a trajectory."""
-  image = None if like.image is None else -1
-  return Trajectory(**{f.name: 0 for f in dataclasses.fields(Trajectory)}).replace(turn=-1, tokens=pad_id, image=image)
+  filler = {f.name: 0 for f in dataclasses.fields(Trajectory)} | {'turn': -1, 'tokens': pad_id, 'image': -1}
+  return Trajectory(**{name: None if getattr(like, name) is None else x for name, x in filler.items()})
 
 
 def _with_joined_images(parts: list[Rollout]) -> tuple[list[Trajectory], tuple[np.ndarray, ...]]:
@@ -113,7 +113,10 @@ def concatenate(parts: list[Rollout], *, renumber: bool) -> Rollout:
   def join(filler, *leaves):
     if leaves[0].ndim == 1:
       return np.concatenate(leaves)
-    grown = [np.pad(x, ((0, 0), (0, max(widths) - x.shape[1])), constant_values=filler) for x in leaves]
+    grown = [
+      np.pad(x, ((0, 0), (0, max(widths) - x.shape[1]), *((0, 0),) * (x.ndim - 2)), constant_values=filler)
+      for x in leaves
+    ]
     return np.concatenate(grown)
 
   trajectory = jax.tree.map(join, _padding(parts[0].pad_id, trajectories[0]), *trajectories)

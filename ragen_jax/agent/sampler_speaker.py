@@ -44,6 +44,16 @@ class FedRows:
   keys: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+  """The experts of `count` i32[b] tokens of the prompts of some episodes, the tokens from `first` on."""
+
+  episodes: np.ndarray
+  first: int
+  count: np.ndarray
+  experts: jax.Array
+
+
 def _beginning(prompt: Prompt) -> Hashable:
   """What equal prompts that begin a row have in common; None for others."""
   return (prompt.ids, tuple(span.segment.digest for span in prompt.images)) if prompt.fresh else None
@@ -135,6 +145,8 @@ class SamplerSpeaker:
     self._params = self._sampler.decode_weights(self._params)
     self._began = np.zeros((rows,), np.uint32)
     size = rows_at_once(self._sampler, limits, rows // share.own, self._eyes and self._eyes.room)
+    if self._sampler.experts:
+      log.timeline.record_experts(self._sampler.cfg.choices_shape, self._sampler.cfg.experts.number_type)
     self._schedule = Schedule(
       Shapes(size, share.shards, limits.max_context, decode_columns(limits), limits.length_step),
       share.own,
@@ -189,11 +201,15 @@ class SamplerSpeaker:
     if feeding.begins:
       self._keys = self._row_keys(log)
     self._see(prompts)
+    found = []
     for call in feeding.calls:
       if isinstance(call, Share):
         self._state = self._sampler.share_rows(self._state, call.source, call.columns)
+        found.append(call)
       else:
-        self._extend(log, prompts, call)
+        found += self._extend(log, prompts, call)
+    if self._sampler.experts:
+      self._record(log, prompts, found)
     for row in prompts:
       log.timeline.append_context(row, prompts[row].ids, len(log.past(row)), prompts[row].images)
       self._open[row] = []
@@ -210,10 +226,10 @@ class SamplerSpeaker:
     if new:
       self._seen |= zip(new, self._eyes.encoder(self._params['policy']['visual'], list(new.values())), strict=True)
 
-  def _extend(self, log: EpisodeLog, prompts: dict[int, Prompt], call: Feed) -> None:
-    """Feeds the tokens of a stage to some rows."""
+  def _extend(self, log: EpisodeLog, prompts: dict[int, Prompt], call: Feed) -> list[_Chosen]:
+    """Feeds the tokens of a stage to some rows; gives their experts, if they are recorded."""
     of_row = [prompts.get(row) for row in call.episodes.tolist()]
-    start = 0
+    start, found = 0, []
     for width in call.stage.pieces:
       tokens = np.full((len(of_row), width), log.context.tokenizer.pad_id, np.int32)
       count = np.zeros((len(of_row),), np.int32)
@@ -224,10 +240,32 @@ class SamplerSpeaker:
         self._observer(FedRows(call.episodes, tokens, count, self._schedule.slots.reshape(-1).copy(), self._keys))
       begins = (call.episodes >= 0) & (call.stage.empties and not start)
       images = self._eyes.columns(of_row, self._seen, width) if log.envs.has_images else None
-      self._state = self._sampler.extend(
-        self._params, self._state, tokens, count, begins, rows=call.rows, images=images
-      )
+      given, options = (self._params, self._state, tokens, count, begins), dict(rows=call.rows, images=images)
+      if self._sampler.experts:
+        self._state, experts = self._sampler.extend_with_experts(*given, **options)
+        found.append(_Chosen(call.episodes, (call.stage.tokens.start or 0) + start, count, experts))
+      else:
+        self._state = self._sampler.extend(*given, **options)
       start += width
+    return found
+
+  def _record(self, log: EpisodeLog, prompts: dict[int, Prompt], found: list[_Chosen | Share]) -> None:
+    """Writes the experts of prompts behind what their rows hold; those of a copied prompt are copied, too."""
+    experts, length = log.timeline.experts, log.timeline.length
+    for part in found:
+      if isinstance(part, Share):
+        slots = self._schedule.slots
+        sources = np.take_along_axis(slots, part.source.reshape(slots.shape), axis=1)
+        for row, source in zip(slots.ravel().tolist(), sources.ravel().tolist(), strict=True):
+          if row != source:
+            n = min(part.columns, len(prompts[row].ids))
+            experts[row, :n] = experts[source, :n]
+        continue
+      own = processes.own_rows(part.experts)
+      for i, row in enumerate(part.episodes.tolist()):
+        if n := int(part.count[i]):
+          at = int(length[row]) + part.first
+          experts[row, at : at + n] = own[i, :n]
 
   def _row_keys(self, log: EpisodeLog) -> jax.Array:
     """The keys of the device's rows. If a token row begins in a later turn, the turn is folded into its key.
@@ -288,6 +326,7 @@ class SamplerSpeaker:
         logprobs=reply.logprobs[i, :n],
         values=reply.values[i, :n],
         entropies=reply.entropies[i, :n],
+        experts=None if reply.experts is None else reply.experts[i, :n],
       )
       self._open[row] += reply.tokens[i, :n].tolist()
       if not reply.open[i]:

@@ -35,6 +35,8 @@ class Trajectory:
       sampled. The tokens of a row may come from several versions if the weights change while agents play.
     image: i32[B, T], the image that each column shows, an index into `Rollout.images`; the k-th column of a run of
       equal numbers shows the image's k-th token. -1 in text columns; None without images.
+    experts: [B, T, L, k], the experts that the sampler gave each token to, see `Qwen.run`; None if it does not record
+      them.
   """
 
   tokens: np.ndarray
@@ -52,6 +54,7 @@ class Trajectory:
   status: np.ndarray
   versions: np.ndarray
   image: np.ndarray | None = None
+  experts: np.ndarray | None = None
 
   @property
   def policy_version(self) -> np.ndarray:
@@ -62,6 +65,7 @@ class Trajectory:
 
 _COLUMNS = (
   'tokens', 'loss_mask', 'logprobs', 'values', 'entropies', 'rewards', 'reply_rewards', 'turn', 'versions', 'image',
+  'experts',
 )  # fmt: skip
 # The value of unused columns, where not 0.
 _FILL = {'turn': -1, 'image': -1}
@@ -93,15 +97,23 @@ class Timeline:
     self.images: list[np.ndarray] = []
     self._numbers: dict[bytes, int] = {}
     self.versions = np.zeros(shape, np.int32)
+    self.experts: np.ndarray | None = None
     self.length = np.zeros((rows,), np.int32)
+
+  def record_experts(self, shape: tuple[int, int], dtype: np.dtype) -> None:
+    """Makes room for experts of `shape` (L, k) in each column. Speakers write those of a prompt before the prompt."""
+    self.experts = np.zeros((*self.tokens.shape, *shape), dtype)
+
+  def _columns(self) -> dict[str, np.ndarray]:
+    return {name: x for name in _COLUMNS if (x := getattr(self, name)) is not None}
 
   def begin_row(self, row: int) -> None:
     """Closes the episode's row, unless it is empty, and begins a new one."""
     n = self.length[row]
     if n:
-      self._done.append((row, {name: getattr(self, name)[row, :n].copy() for name in _COLUMNS}))
-      for name in _COLUMNS:
-        getattr(self, name)[row] = _FILL.get(name, 0)
+      self._done.append((row, {name: x[row, :n].copy() for name, x in self._columns().items()}))
+      for name, x in self._columns().items():
+        x[row, :n] = _FILL.get(name, 0)
       self.length[row] = 0
 
   def append_context(self, row: int, ids: tuple[int, ...], turn: int, images: Sequence[ImageSpan] = ()) -> None:
@@ -116,7 +128,9 @@ class Timeline:
     self.turn[row, start:end] = turn
     self.length[row] = end
 
-  def append_reply(self, row: int, ids, turn: int, *, logprobs=0.0, values=0.0, entropies=0.0, versions=0) -> None:
+  def append_reply(
+    self, row: int, ids, turn: int, *, logprobs=0.0, values=0.0, entropies=0.0, versions=0, experts=None
+  ) -> None:
     """Adds a reply, the sampled ids i32[n], whose tokens are in the loss.
 
     The other arguments are those of `Trajectory`: an array [n], or one number for all tokens.
@@ -129,6 +143,8 @@ class Timeline:
     self.values[row, columns] = values
     self.entropies[row, columns] = entropies
     self.versions[row, columns] = versions
+    if experts is not None:
+      self.experts[row, columns] = experts
 
   def reward_last_token(self, row: int, reward: float) -> None:
     """Writes a turn's reward to the row's last column, which is the turn's last sampled token."""
@@ -148,7 +164,7 @@ class Timeline:
       rows are added up to a multiple of B / 4, so that few different row counts occur.
     """
     count = len(self.length)
-    owner, parts = np.arange(count), {name: getattr(self, name) for name in _COLUMNS}
+    owner, parts = np.arange(count), self._columns()
     length = self.length
     if self._done:
       rows = sorted([(e, i, c) for i, (e, c) in enumerate(self._done)], key=lambda x: x[:2])
@@ -159,7 +175,7 @@ class Timeline:
       rows += [(0, 0, empty)] * (-len(rows) % step)
       owner = np.asarray([e for e, _, _ in rows])
       length = np.asarray([len(c['tokens']) for _, _, c in rows], np.int32)
-      parts = {name: np.zeros((len(rows), int(length.max())), x.dtype) for name, x in parts.items()}
+      parts = {name: np.zeros((len(rows), int(length.max()), *x.shape[2:]), x.dtype) for name, x in parts.items()}
       for name, fill in _FILL.items():
         parts[name] += fill
       for i, (_, _, columns) in enumerate(rows):

@@ -62,6 +62,13 @@ def check_serve(config: ConfigDict) -> None:
     'must be False if eval.temperature is 0',
   )  # fmt: skip
   rules.check(config, 'filter.max_rollouts', config.filter.max_rollouts == 1, 'must be 1 if agent programs play')
+  replayed = config.algorithm.replay_experts
+  rules.check(
+    config,
+    'algorithm.replay_experts',
+    not replayed,
+    'must be False if agent programs play: calls do not record experts',
+  )
   for tag in (*config.train.tags, *config.eval.tags):
     _check_environment(config, tag)
 

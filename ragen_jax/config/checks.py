@@ -84,6 +84,8 @@ def check_config(
   rules.one_of(config, 'model.vision', VISION)
   _check_adapters(config)
   check_algorithm(config)
+  if model and config.algorithm.replay_experts:
+    _check_experts(config)
   _check_ranges(config)
   _check_batches(config)
   _check_sampling(config)
@@ -171,6 +173,15 @@ def _check_adapters(config: ConfigDict) -> None:
       f'lora.path={config.lora.path!r}: has rank {found.rank}, alpha {found.alpha} and targets '
       f'{",".join(found.targets)}; set lora.rank, lora.alpha and lora.targets to these'
     )
+
+
+def _check_experts(config: ConfigDict) -> None:
+  """Checks that there are experts whose choice can be recorded."""
+  m = config.model
+  rules.check(
+    config, 'algorithm.replay_experts', presets.shape(m.preset, m.path).experts is not None,
+    f'must be False: {m.path or m.preset} has no experts',
+  )  # fmt: skip
 
 
 def _check_ranges(config: ConfigDict) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
@@ -38,6 +39,11 @@ class ExpertsConfig:
   width: int
   normalised: bool
   shared_width: int = 0
+
+  @property
+  def number_type(self) -> np.dtype:
+    """The type of an expert's number where many are kept."""
+    return np.min_scalar_type(self.count - 1)
 
   def matrices(self, hidden_size: int, used: int) -> int:
     """Numbers of the matrices of a layer, of `used` experts."""
@@ -103,10 +109,19 @@ class MixtureOfExperts(nnx.Module):
 
   def __call__(self, x: jax.Array, rows: NamedSharding | None = None) -> jax.Array:
     """[B, T, D] -> [B, T, D]. `rows` is the layout of x on a mesh; None for one device."""
+    return self.with_choices(x, rows)[0]
+
+  def with_choices(
+    self, x: jax.Array, rows: NamedSharding | None = None, given: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array]:
+    """The result, and the router's choice of experts for each column, likeliest first: [B, T, k] of `number_type`.
+
+    `given` [B, T, k] are used in place of this choice, with the weights that the router gives them.
+    """
     shared = self.sampling is not None and self.sampling.shared
     if shared:
       x = self.sampling.gathered(x)
-    chosen, weights = self._route(x)
+    own, chosen, weights = self._route(x, given)
     kernels = [p.kernel[...].astype(x.dtype) for p in (self.experts.gate_proj, self.experts.up_proj)]
     kernels.append(self.experts.down_proj.kernel[...].astype(x.dtype))
     if rows is None:
@@ -122,18 +137,20 @@ class MixtureOfExperts(nnx.Module):
       )(x, chosen, weights, *kernels)  # fmt: skip
     if self.cfg.shared_width:
       y = y + jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-    return self.sampling.divided(y) if shared else y
+    own = own.astype(self.cfg.number_type)
+    return (self.sampling.divided(y), self.sampling.divided(own)) if shared else (y, own)
 
-  def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The experts of each column and their weights: i32[B, T, k] and [B, T, k]."""
+  def _route(self, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The router's choice, the experts of each column and their weights: i32[B, T, k] twice, and [B, T, k]."""
     logits = jnp.einsum('BTD,DE->BTE', x, self.gate.matrix(x.dtype), preferred_element_type=jnp.float32)
     shares = jax.nn.softmax(logits)
     # Kept for the backward pass, which could choose otherwise where two are almost equal.
-    chosen = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(shares), self.cfg.chosen)[1], KEPT)
+    own = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(shares), self.cfg.chosen)[1], KEPT)
+    chosen = own if given is None else given.astype(own.dtype)
     weights = jnp.take_along_axis(shares, chosen, axis=-1)
     if self.cfg.normalised:
       weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return chosen, weights.astype(x.dtype)
+    return own, chosen, weights.astype(x.dtype)
 
 
 def _of_experts(

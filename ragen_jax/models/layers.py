@@ -119,24 +119,24 @@ def project(x: jax.Array, projections: list[Projection], *, fused: bool) -> list
 def scan_layers(
   layers: Sequence[nnx.Module],
   x: jax.Array,
-  run: Callable[[nnx.Module, jax.Array, jax.Array | None], jax.Array],
+  run: Callable[[nnx.Module, jax.Array, Any], tuple[jax.Array, Any]],
   *,
   mesh: Mesh | None,
   checkpoint: Callable[[Callable], Callable] | None,
-  inputs: jax.Array | None = None,
+  inputs: Any = None,
   runs: Sequence[int] = (1,),
-) -> jax.Array:
-  """`x = run(layer, x, inputs[i])` for each layer i, as one loop over their weights; gives x.
+) -> tuple[jax.Array, Any]:
+  """`x, outputs[i] = run(layer, x, inputs[i])` for each layer i, as one loop over their weights; gives x, outputs.
 
   The weights are stored layer by layer and stacked here, in the type of the computations, which is half the copy. Those
   of `_KEEP_TYPE` stay as they are: they are used in fp32. `x` has the type of the computations, too.
 
   Args:
-    run: a layer, its input and its part of `inputs` -> its output, of the same shape and type as its input.
+    run: a layer, x and its part of `inputs` -> x after it, of the same shape and type, and a tree of arrays.
     mesh: the devices over which the weights are gathered and their gradients exchanged; None for one device.
     checkpoint: applied to each layer in the body of the loop, to compute parts of it again in the backward pass; None
       keeps all.
-    inputs: [layers, ...]; None gives each layer None. Only with one layer in a turn.
+    inputs: a tree of arrays [layers, ...], as the outputs are.
     runs: the layers of one turn of the loop, as the lengths of runs of layers of one structure. Every turn has the
       same. A run of several is a loop of its own, or the compiler would compute several layers again at a time.
   """
@@ -158,7 +158,7 @@ def scan_layers(
     first += count
 
   def body(x, of_turn):
-    weights, own = of_turn
+    (weights, given), at, outputs = of_turn, 0, []
     for graphdef, count, of_run in zip(graphdefs, runs, weights, strict=True):
 
       def one(x, of_layer, own, graphdef=graphdef):
@@ -167,12 +167,18 @@ def scan_layers(
 
       again = one if checkpoint is None else checkpoint(one)
       if count == 1:
-        x = again(x, of_run, own)
+        x, output = again(x, of_run, jax.tree.map(lambda a, i=at: a[i], given))
+        output = jax.tree.map(lambda a: a[None], output)
       else:
-        x = jax.lax.scan(lambda x, of_layer, again=again: (again(x, of_layer, None), None), x, of_run)[0]
-    return x, None
+        own = jax.tree.map(lambda a, i=at, n=count: a[i : i + n], given)
+        x, output = jax.lax.scan(lambda x, parts, again=again: again(x, *parts), x, (of_run, own))
+      outputs.append(output)
+      at += count
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
-  return jax.lax.scan(body, x, (tuple(stacks), inputs))[0]
+  inputs = jax.tree.map(lambda a: a.reshape(-1, period, *a.shape[1:]), inputs)
+  x, outputs = jax.lax.scan(body, x, (tuple(stacks), inputs))
+  return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
 
 
 class Frozen(nnx.Param):

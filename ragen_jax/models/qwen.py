@@ -125,6 +125,11 @@ class QwenConfig:
     return tuple(self.experts is not None and i not in self.mlp_layers for i in range(self.num_layers))
 
   @property
+  def choices_shape(self) -> tuple[int, int]:
+    """(L, k): what the routers of all layers choose for a column. Layers without experts have a place, too."""
+    return self.num_layers, self.experts.chosen
+
+  @property
   def structures(self) -> tuple[tuple[str, bool], ...]:
     """The kind of each layer, and whether it has experts: layers of one structure have the same weights."""
     return tuple(zip(self.kinds, self.with_experts, strict=True))
@@ -375,17 +380,19 @@ class Layer(nnx.Module):
     else:
       self.mlp = MLP(d, cfg.intermediate_size, activation=cfg.activation, param_dtype=param_dtype, rngs=rngs)
 
-  def __call__(self, x, positions, mask, cache, window, column, seen_until=None, *, rows=None):
+  def __call__(self, x, positions, mask, cache, window, column, seen_until=None, experts=None, *, rows=None):
     y = self.input_layernorm(x)
     if self.kind == LINEAR:
       y, window = self.linear_attn(y, window, None if window is None else mask.fed, seen_until)
     else:
       y, window = self.self_attn(y, positions, mask, cache, window, column, seen_until)
-    if self.output_norms:
-      x = x + self.post_attention_layernorm(y)
-      return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), rows)), window
-    x = x + y
-    return x + self.mlp(self.post_attention_layernorm(x), rows), window
+    x = x + (self.post_attention_layernorm(y) if self.output_norms else y)
+    y, chosen = (self.pre_feedforward_layernorm if self.output_norms else self.post_attention_layernorm)(x), None
+    if isinstance(self.mlp, MixtureOfExperts):
+      y, chosen = self.mlp.with_choices(y, rows, experts)
+    else:
+      y = self.mlp(y, rows)
+    return x + (self.post_feedforward_layernorm(y) if self.output_norms else y), window, chosen
 
 
 class Qwen(nnx.Module):
@@ -498,6 +505,12 @@ class Qwen(nnx.Module):
     return x if self.activation_sharding is None else jax.lax.with_sharding_constraint(x, self.activation_sharding)
 
   def __call__(
+    self, x: jax.Array, positions: jax.Array | None = None, **options: Any
+  ) -> tuple[jax.Array, Cache | None]:
+    """The hidden states and the window of `run`."""
+    return self.run(x, positions, **options)[:2]
+
+  def run(
     self,
     x: jax.Array,
     positions: jax.Array | None = None,
@@ -509,8 +522,10 @@ class Qwen(nnx.Module):
     remat: str = 'none',
     seen_until: jax.Array | None = None,
     deepstack: jax.Array | None = None,
-  ) -> tuple[jax.Array, Cache | None]:
-    """Runs the layers: hidden states [B, T, D] after the last norm, and the updated window (None if there was none).
+    experts: jax.Array | None = None,
+    with_choices: bool = False,
+  ) -> tuple[jax.Array, Cache | None, jax.Array | None]:
+    """Runs the layers.
 
     Args:
       x: [B, T, D], embedded columns: `embed(tokens)`, or other embeddings in some columns.
@@ -529,6 +544,12 @@ class Qwen(nnx.Module):
         those of their own sequence only. For linear attention the trees are without branches.
       deepstack: [B, n, T, D], added to the hidden states after each of the first n layers (DeepStack, arXiv
         2406.04334): features of images in their columns, zero in others.
+      experts: [B, T, L, k], numbers of the experts to use in place of those that the routers choose.
+      with_choices: whether to return what the routers choose.
+
+    Returns:
+      Hidden states [B, T, D] after the last norm; the updated window, None if there was none; and the experts that the
+        routers chose, integers [B, T, L, k], 0 in layers without experts. None unless asked for.
     """
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
@@ -537,27 +558,43 @@ class Qwen(nnx.Module):
     added = 0 if deepstack is None else deepstack.shape[1]
     layers = list(self.layers)
     scanned = self.looped if window is None else 0
-    rows, written = len(x), []
+    rows, written, chosen = len(x), [], []
+    if experts is not None:
+      experts = jnp.moveaxis(experts, 2, 0)
     pads = self.sampling is not None and window is not None and deepstack is None and x.shape[1] == 1
     if pads:
       x = self._lay_out(self.sampling.padded(x))
-    if scanned and added:
-      x = self._scan(layers[:added], x, positions, mask, remat, seen_until, jnp.moveaxis(deepstack, 1, 0))
-    if scanned > added:
-      x = self._scan(layers[added:scanned], x, positions, mask, remat, seen_until)
+    for start, end in ((0, min(added, scanned)), (added, scanned)):
+      if start < end:
+        inputs = (
+          jnp.moveaxis(deepstack, 1, 0) if start < added else None,
+          None if experts is None else experts[start:end],
+        )
+        x, own = self._scan(layers[start:end], x, positions, mask, remat, seen_until, inputs, with_choices)
+        chosen.append(own)
     for i, layer in enumerate(layers[scanned:], scanned):
-      of_layer = [None if parts is None else parts[i] for parts in (cache, window)]
+      *of_layer, given = (None if parts is None else parts[i] for parts in (cache, window, experts))
       if remat != 'none':
         again = nnx.remat(lambda m, *a: m(*a, rows=self.activation_sharding), policy=self._kept(remat))
-        x, new = again(layer, x, positions, mask, *of_layer, column, seen_until)
+        x, new, own = again(layer, x, positions, mask, *of_layer, column, seen_until, given)
       else:
-        x, new = layer(x, positions, mask, *of_layer, column, seen_until, rows=self.activation_sharding)
+        x, new, own = layer(x, positions, mask, *of_layer, column, seen_until, given, rows=self.activation_sharding)
       if i < added:
         x = x + deepstack[:, i].astype(x.dtype)
       x = self._lay_out(x)
       written.append(new)
+      if with_choices:
+        chosen.append(self._choice(own, x)[None])
     x = self.norm(x)
-    return (self.sampling.without_padding(x, rows) if pads else x), (None if window is None else tuple(written))
+    found = jnp.moveaxis(jnp.concatenate(chosen), 0, 2) if with_choices else None
+    if pads:
+      x, found = (None if part is None else self.sampling.without_padding(part, rows) for part in (x, found))
+    return x, (None if window is None else tuple(written)), found
+
+  def _choice(self, chosen: jax.Array | None, x: jax.Array) -> jax.Array:
+    """What the router of a layer chose for x [B, T, D]; zeros if the layer has none."""
+    shape, kind = (*x.shape[:2], self.cfg.experts.chosen), self.cfg.experts.number_type
+    return jnp.zeros(shape, kind) if chosen is None else chosen
 
   def _kept(self, remat: str) -> Any:
     """The policy of `jax.checkpoint` for all of `REMAT` but 'none'; None keeps nothing."""
@@ -565,18 +602,23 @@ class Qwen(nnx.Module):
       return None
     return functools.partial(_is_costly, attention=self.attention, with_products=remat == 'elementwise')
 
-  def _scan(self, layers, x, positions, mask, remat, seen_until, deepstack: jax.Array | None = None) -> jax.Array:
-    """Some layers as one loop over their weights: [B, T, D] -> [B, T, D]; `deepstack` [layers, B, T, D] is added."""
+  def _scan(self, layers, x, positions, mask, remat, seen_until, inputs, with_choices) -> tuple[jax.Array, Any]:
+    """Some layers as one loop over their weights: [B, T, D] -> [B, T, D] and, if asked for, [layers, B, T, k].
 
-    def run(layer, x, added):
-      x, _ = layer(x, positions, mask, None, None, 0, seen_until, rows=self.activation_sharding)
-      return self._lay_out(x if added is None else x + added.astype(x.dtype))
+    `inputs` are `deepstack` and `experts` of `run` with the layers in front.
+    """
+
+    def run(layer, x, of_layer):
+      added, given = of_layer
+      x, _, own = layer(x, positions, mask, None, None, 0, seen_until, given, rows=self.activation_sharding)
+      x = self._lay_out(x if added is None else x + added.astype(x.dtype))
+      return x, self._choice(own, x) if with_choices else None
 
     # A loop's iterations cannot be merged by common-subexpression elimination, so it needs no barrier against that.
     again = functools.partial(jax.checkpoint, prevent_cse=len(self.cfg.runs) > 1, policy=self._kept(remat))
     mesh = None if self.activation_sharding is None else self.activation_sharding.mesh
     return scan_layers(
-      layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again, inputs=deepstack, runs=self.cfg.runs
+      layers, x, run, mesh=mesh, checkpoint=None if remat == 'none' else again, inputs=inputs, runs=self.cfg.runs
     )
 
   def logits(self, hidden: jax.Array) -> jax.Array:

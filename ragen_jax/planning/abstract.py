@@ -77,8 +77,9 @@ def abstract_policy(config: ConfigDict, dtype: Any, devices: Sequence[Any] | Non
   directory = presets.resolve(presets.TINY, '')
   tokenizer = ChatTokenizer(directory)
   sampler = make_sampler(
-    model, tokenizer, mesh, decode_shards=division.choose(config.agent.decode_shards, shape, dtype, mesh)
-  )
+    model, tokenizer, mesh, experts=config.algorithm.replay_experts,
+    decode_shards=division.choose(config.agent.decode_shards, shape, dtype, mesh),
+  )  # fmt: skip
   return LanguageModel(directory, model, tokenizer, sampler, mesh)
 
 
@@ -118,6 +119,7 @@ def shape_of(plan: MicroBatch | PackedBatch) -> tuple[int, int, int]:
 
 def abstract_batch(config: ConfigDict, trainer: Trainer, shape: tuple[int, int, int]) -> MiniBatch:
   """A micro-batch of a shape of `micro_batches`."""
+  cfg = trainer.model.sampler.cfg
   return abstract_mini_batch(
     *shape,
     reference=trainer.settings.reference,
@@ -125,6 +127,7 @@ def abstract_batch(config: ConfigDict, trainer: Trainer, shape: tuple[int, int, 
     sharding=row_sharding(trainer.model.mesh),
     packed=config.optimizer.packing,
     images=_abstract_images(config, trainer, shape),
+    experts=(cfg.choices_shape, cfg.experts.number_type) if trainer.model.sampler.experts else None,
   )
 
 

@@ -131,6 +131,7 @@ class CompileAhead:
     trainer = self._trainer
     if name in trainer.scorer.traces:
       batch = abstract_batch(self._config, trainer, shape)
+      batch = batch.replace(experts=None) if name == 'logprobs' else batch
       lower_score(trainer.scorer, self._state.params, batch, name).compile()
     elif name in program_list.updates(self._config):
       batch, critic_only = abstract_batch(self._config, trainer, shape), name == 'gradient_critic'

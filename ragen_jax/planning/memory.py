@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from typing import Any
 
@@ -140,6 +141,14 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
       phases[phase]['states of linear attention'] = states
   rows = {phase: (config.serve.slots if served else n) // shards for phase, n in sampling.rows.items()}
   _, micro = micro_batches(config, trainer, build.batching_settings(config, policy, lambda: limit))
+  if as_run.sampler.experts:
+    cfg = as_run.sampler.cfg
+    column = math.prod(cfg.choices_shape) * cfg.experts.number_type.itemsize
+    phases['update']['recorded experts'] = micro[0] // shards * micro[1] * column
+    for phase in ('rollout', 'evaluation'):
+      own = sampling.rows[phase]
+      fed = sampler_shapes(config, own, shards).fed * prompt_columns(config)
+      phases[phase]['recorded experts'] = max(own // shards * chunk_columns(config), fed) * column
   found = MemoryPlan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns, micro)
   for phase, kinds in phases.items():
     # A phase that does not fit without its activations is not compiled.

@@ -77,11 +77,11 @@ def samplings(config: ConfigDict) -> dict[str, tuple[Sampling, ...]]:
 
 def scored(config: ConfigDict, trainer: Trainer) -> tuple[str, ...]:
   """Names of the programs that score rows, as in `Scorer.traces`."""
-  s, separate = trainer.settings.estimate, config.model.separate_critic
+  s, alone = trainer.settings.estimate, config.model.separate_critic or config.algorithm.replay_experts
   again = s.old_logprobs == 'trainer'
   wanted = {
-    'score': again or (trainer.settings.reference and not separate),
-    'logprobs': trainer.settings.reference and separate,
+    'score': again or (trainer.settings.reference and not alone),
+    'logprobs': trainer.settings.reference and alone,
     'values': s.bootstrap_truncated or (s.needs_critic and not s.records_values and not again),
   }
   return tuple(name for name, needed in wanted.items() if needed)

@@ -58,7 +58,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'bootstrap_truncated', 'length_weight', 'step_gamma', 'step_weight', 'step_std', 'whiten_advantages',
       'policy_loss', 'ratio_level', 'clip_ratio_low', 'clip_ratio_high', 'clip_ratio_c', 'tau_pos', 'tau_neg',
       'dro_beta', 'value_clip', 'value_coef', 'entropy_coef', 'kl_loss_coef', 'kl_reward_coef', 'kl_kind',
-      'loss_agg_mode', 'loss_norm_length', 'old_logprobs', 'tis_cap', 'ppo_epochs',
+      'loss_agg_mode', 'loss_norm_length', 'old_logprobs', 'tis_cap', 'replay_experts', 'ppo_epochs',
     ),
     'reward': ('credit', 'grouping', 'method', 'format_reward', 'state_reward', 'state_floor', 'state_place'),
     'filter': (
@@ -147,6 +147,7 @@ BEFORE = {
   'envs.*.fields.difficulty': '', 'curriculum.order': '', 'curriculum.iterations': 0, 'curriculum.window': 0.25,
   'curriculum.target': 0.5, 'curriculum.width': 0.5, 'curriculum.explore': 0.25, 'curriculum.ema_decay': 0.5,
   'algorithm.policy_loss': 'ppo', 'algorithm.tau_pos': 1.0, 'algorithm.tau_neg': 1.05, 'algorithm.dro_beta': 0.05,
+  'algorithm.replay_experts': False,
   'agent.request': 'Answer as {form} and nothing else, in at most {max_words} words.',
 }  # fmt: skip
 

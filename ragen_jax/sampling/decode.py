@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from ragen_jax.models import vocabulary
-from ragen_jax.models.qwen import CacheMask
+from ragen_jax.models.qwen import CacheMask, QwenConfig
 from ragen_jax.models.vision.features import ImageColumns
 from ragen_jax.sampling.draw import RowSampling, Sampling, draw_row_tokens, draw_tokens
 from ragen_jax.sampling.kv_cache import Added, SamplerState, columns_of
@@ -30,6 +30,7 @@ class Reply:
     top_tokens: i32[B, C, N], the likeliest tokens of the distribution that each token was drawn from; None unless
       asked for.
     top_logprobs: f32[B, C, N], their log-probabilities, -inf for tokens that could not be drawn.
+    experts: [B, C, L, k], the experts that each token was given to, see `Qwen.run`; None unless asked for.
   """
 
   tokens: jax.Array
@@ -40,6 +41,7 @@ class Reply:
   open: jax.Array
   top_tokens: jax.Array | None = None
   top_logprobs: jax.Array | None = None
+  experts: jax.Array | None = None
 
 
 def extend(
@@ -51,8 +53,9 @@ def extend(
   begins: jax.Array,
   *,
   images: ImageColumns | None = None,
-) -> Added:
-  """Runs the model over up to O new tokens of each row; the result is what `kv_cache.append` adds to the state.
+  with_experts: bool = False,
+) -> tuple[Added, jax.Array | None]:
+  """Runs the model over up to O new tokens of each row.
 
   Args:
     tokens: i32[B, O], padded on the right; rows with tokens to append have O free columns.
@@ -60,6 +63,10 @@ def extend(
     begins: bool[B], rows that are emptied first.
     images: what the columns read of images, with rotary positions relative to `state.rotary`; the row's next text
       column follows after the largest. None for text, whose positions are 0..O-1.
+
+  Returns:
+    What `kv_cache.append` adds to the state; and the experts that each token was given to, [B, O, L, k] as in
+      `Qwen.run`, `with_experts` only.
   """
   model = nnx.merge(graphdef, params).policy
   chex.assert_shape(tokens, (*state.count.shape, None))
@@ -74,13 +81,14 @@ def extend(
   positions, rotary = rotary_positions(state.rotary, count, width, images and images.positions)
   window = model.begin_window(state.cache, width, state.count)
   causal = jnp.tril(jnp.ones((width, width), bool))[None]
-  hidden, window = model(
+  hidden, window, experts = model.run(
     embedded,
     positions,
     mask=CacheMask(kept=_kept(state), new=causal, fed=count),
     cache=state.cache,
     window=window,
     deepstack=deepstack,
+    with_choices=with_experts,
   )
   last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
   after = SamplerState(
@@ -92,7 +100,7 @@ def extend(
   )
   # The cache is written after it was read: without a dependence, compilers copy it first, all rows of it.
   written = count + jnp.minimum(jnp.isnan(last[:, 0]).astype(jnp.int32), 0)
-  return Added(after, window, written)
+  return Added(after, window, written), experts
 
 
 def _kept(state: SamplerState) -> jax.Array:
@@ -139,6 +147,7 @@ def decode(
   banned: tuple[int, ...],
   sampling: Sampling | RowSampling,
   with_values: bool = True,
+  with_experts: bool = False,
   alternatives: int = 0,
   shards: int = 1,
 ) -> tuple[Added, Reply]:
@@ -158,6 +167,7 @@ def decode(
     sampling: of a `Sampling`, `top_p`, `top_k` and whether `temperature` is 0 are compiled in; of a `RowSampling`,
       nothing.
     with_values: record values. Must be off for a critic with its own trunk: values are read from the policy's trunk.
+    with_experts: record experts.
     alternatives: N, number of likeliest tokens to record for each token; more than 0 needs a `RowSampling`.
     shards: number of equal parts that the rows are divided into.
   """
@@ -190,13 +200,14 @@ def decode(
       return jax.lax.dynamic_update_slice_in_dim(into, jnp.where(kept, values, 0)[:, None], step, axis=1)
 
     positions, _ = rotary_positions(state.rotary + done, live.astype(jnp.int32), 1)
-    after, window = model(
+    after, window, experts = model.run(
       model.embed(token[:, None]),
       positions,
       mask=CacheMask(kept=kept, new=jnp.arange(columns)[None, None, :] <= step, fed=live.astype(jnp.int32)),
       cache=cache,
       window=window,
       column=step,
+      with_choices=with_experts,
     )
     stopped = jnp.any(token[:, None] == stops[None, :], axis=-1)
     reply = Reply(
@@ -208,6 +219,7 @@ def decode(
       open=live & ~stopped & (done + 1 < budget),
       top_tokens=record(reply.top_tokens, top[0]) if alternatives else None,
       top_logprobs=record(reply.top_logprobs, top[1]) if alternatives else None,
+      experts=record(reply.experts, experts[:, 0]) if with_experts else None,
     )
     return step + 1, window, jnp.where(live[:, None], after[:, 0], hidden), reply
 
@@ -218,7 +230,7 @@ def decode(
     any_open, any_enough = of_shards.any(axis=1)  # one exchange between devices for both
     return (step < columns) & any_open & ~any_enough
 
-  empty = _empty_reply(budget, columns, alternatives)
+  empty = _empty_reply(budget, columns, alternatives, model.cfg if with_experts else None)
   window = model.begin_window(state.cache, columns, state.count)
   start = (jnp.zeros((), jnp.int32), window, state.hidden, empty)
   _, window, hidden, reply = jax.lax.while_loop(not_finished, body, start)
@@ -232,8 +244,11 @@ def decode(
   return Added(after, window, reply.count), reply
 
 
-def _empty_reply(budget: jax.Array, columns: int, alternatives: int) -> Reply:
-  shape = (len(budget), columns)
+def _empty_reply(budget: jax.Array, columns: int, alternatives: int, routed: QwenConfig | None) -> Reply:
+  """`routed` is the model whose experts are recorded."""
+  shape, experts = (len(budget), columns), None
+  if routed is not None:
+    experts = jnp.zeros((*shape, *routed.choices_shape), routed.experts.number_type)
   return Reply(
     tokens=jnp.zeros(shape, jnp.int32),
     logprobs=jnp.zeros(shape, jnp.float32),
@@ -243,4 +258,5 @@ def _empty_reply(budget: jax.Array, columns: int, alternatives: int) -> Reply:
     open=budget > 0,
     top_tokens=jnp.zeros((*shape, alternatives), jnp.int32) if alternatives else None,
     top_logprobs=jnp.zeros((*shape, alternatives), jnp.float32) if alternatives else None,
+    experts=experts,
   )

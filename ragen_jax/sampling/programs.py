@@ -37,10 +37,12 @@ class SamplerPrograms:
     vocab_limit: int,
     banned: tuple[int, ...],
     values: bool,
+    experts: bool,
   ):
     """Arguments are attributes of `Sampler`; `cfg` and `dtype` are the policy's. Compiles nothing."""
     self._graphdef, self._cfg, self._dtype, self._mesh = graphdef, cfg, dtype, mesh
     self._drawn = {'stop_ids': stop_ids, 'vocab_limit': vocab_limit, 'banned': banned, 'with_values': values}
+    self._with_experts = experts
     self._shards = processes.row_share(mesh).shards
     self.state_specs = kv_cache.state_specs(cfg)
     self._layer_specs = {type(specs): specs for specs in self.state_specs.cache}
@@ -67,7 +69,7 @@ class SamplerPrograms:
 
   def _layout(self, tree: Any, specs: Any) -> Any:
     """Constrains the layout of a tree inside a program; without a mesh it is returned unchanged."""
-    if self._mesh is None:
+    if self._mesh is None or tree is None:
       return tree
     shardings = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
     return jax.lax.with_sharding_constraint(tree, shardings)
@@ -105,8 +107,10 @@ class SamplerPrograms:
 
   def _extend_rows(self, params, state, tokens, count, begins, rows, images=None):
     part = self._part(state, rows)
-    added = extend(self._graphdef, params, part, tokens, count, begins, images=images)
-    return self._append(state, rows, added)
+    added, experts = extend(
+      self._graphdef, params, part, tokens, count, begins, images=images, with_experts=self._with_experts
+    )
+    return self._append(state, rows, added), self._layout(experts, PartitionSpec(ROW_AXES))
 
   def _decode_rows(
     self, params, state, key_data, budget, temperature, enough, rows, by_row=None, *, columns, sampling, alternatives=0
@@ -123,6 +127,7 @@ class SamplerPrograms:
       sampling=sampling if by_row is None else by_row,
       alternatives=alternatives,
       shards=self._shards,
+      with_experts=self._with_experts,
       **self._drawn,
     )
     reply = self._layout(reply, jax.tree.map(lambda _: PartitionSpec(ROW_AXES), reply))

@@ -45,6 +45,7 @@ class Sampler:
     traces: number of traces of each program, by name; those of all that share it.
     share: the rows that belong to this process.
     values: whether values are recorded.
+    experts: whether the experts that tokens are given to are recorded.
     observer: told of `extend`, `decode` and `resize`; not of those that `Shapes.programs` does not list, which take
       images or the `RowSampling` of a server.
   """
@@ -57,6 +58,7 @@ class Sampler:
     vocab_limit: int | None = None,
     banned: tuple[int, ...] = (),
     values: bool = True,
+    experts: bool = False,
     mesh: Mesh | None = None,
     decode_shards: int = 1,
     observer: Observer | None = None,
@@ -64,8 +66,8 @@ class Sampler:
     """Takes the structure of a model; weights are arguments of every call.
 
     `vocab_limit`, by default the whole vocabulary, and `banned` are those of `decode`. Values are recorded if the
-    critic reads the policy's trunk. `decode_shards` neighbouring devices divide the MLP and the vocabulary among them,
-    see `sharding.sampling_spec`; above 1, it needs a mesh.
+    critic reads the policy's trunk, and experts if the policy has any. `decode_shards` neighbouring devices divide the
+    MLP and the vocabulary among them, see `sharding.sampling_spec`; above 1, it needs a mesh.
 
     Raises:
       UserError: `mesh.tensor` does not divide the heads of keys; see also `processes.row_share`.
@@ -90,13 +92,22 @@ class Sampler:
     self.vocab_limit = vocab_limit or self.cfg.vocab_size
     self.banned = banned
     self.values = values and model.critic is None
+    self.experts = experts and self.cfg.experts is not None
     self.observer = observer or Observer()
     self.policy = model.policy
     self.mesh = mesh
     self.share = processes.row_share(mesh)
     self._casts: dict[tuple[bool, tuple[int, ...]], Any] = {}
     self._shared = sampler_programs(
-      self.graphdef, self.cfg, self.policy.dtype, mesh, self.stop_ids, self.vocab_limit, banned, self.values
+      self.graphdef,
+      self.cfg,
+      self.policy.dtype,
+      mesh,
+      self.stop_ids,
+      self.vocab_limit,
+      banned,
+      self.values,
+      self.experts,
     )
     self.programs, self.traces = self._shared.programs, self._shared.traces
     self.state_specs = self._shared.state_specs
@@ -226,6 +237,20 @@ class Sampler:
     part, each once, the same number in each shard of this process and numbered within it; the others are left alone. By
     default all B take part. A run with images needs one process.
     """
+    return self.extend_with_experts(params, state, tokens, count, begins, rows=rows, images=images)[0]
+
+  def extend_with_experts(
+    self,
+    params: Any,
+    state: SamplerState,
+    tokens: np.ndarray,
+    count: np.ndarray,
+    begins: np.ndarray | None = None,
+    *,
+    rows: np.ndarray | None = None,
+    images: ImageColumns | None = None,
+  ) -> tuple[SamplerState, jax.Array | None]:
+    """`extend`, and the experts that each token was given to, of the rows of all processes; None without a record."""
     if images is not None:
       features = images.features if self.mesh is None else copied(images.features, self.mesh)
       images = ImageColumns(self._place(images.index), self._place(images.positions), features)

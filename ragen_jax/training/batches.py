@@ -35,6 +35,8 @@ class TokenRows:
       Without packing it is the one to the left.
     sequence: i32[B, R], the number of each scored token's row among those of its bin; -1 where there is none.
     images: what the columns read of images; None for rows of text.
+    experts: [B, T, L, k], the experts that the policy uses for each column, see `Qwen.run`; None for those that its
+      routers choose.
   """
 
   tokens: np.ndarray
@@ -44,6 +46,7 @@ class TokenRows:
   before: np.ndarray | None = struct.field(default=None, kw_only=True)
   sequence: np.ndarray | None = struct.field(default=None, kw_only=True)
   images: ImageInputs | None = struct.field(default=None, kw_only=True)
+  experts: np.ndarray | None = struct.field(default=None, kw_only=True)
 
 
 @struct.dataclass
@@ -134,7 +137,7 @@ class BatchingSettings:
 # Values in rows and columns that do not exist, where not 0.
 FILL = {'columns': 1, 'turn': -1, 'index': -1, 'sequence': -1}
 # Arrays with a number for each column, not for each scored token.
-OF_COLUMNS = ('tokens', 'index', 'positions')
+OF_COLUMNS = ('tokens', 'index', 'positions', 'experts')
 
 _Rows = TypeVar('_Rows', bound=TokenRows)
 
@@ -269,12 +272,14 @@ def abstract_mini_batch(
   sharding: Any = None,
   packed: bool = False,
   images: ImageInputs | None = None,
+  experts: tuple[tuple[int, int], np.dtype] | None = None,
 ) -> MiniBatch:
   """The shapes and types of a micro-batch of `rows` rows, T = `width` and R = `replies`, to compile programs for.
 
   `reference` and `importance` say whether `ref_logprobs` and `importance` exist. If `packed`, a row is a bin, and
-  `seen_until`, `before` and `sequence` exist.
+  `seen_until`, `before` and `sequence` exist. `experts` are (L, k) and the type of replayed ones; None for no replay.
   """
+  replayed, kind = experts or ((), None)
   types = {
     'tokens': np.int32,
     'seen_until': np.int32,
@@ -285,14 +290,18 @@ def abstract_mini_batch(
     'mask': bool,
     'trained': bool,
     'valued': bool,
+    'experts': kind,
   }
-  optional = {'ref_logprobs': reference, 'importance': importance, 'images': False}
+  optional = {
+    'ref_logprobs': reference, 'importance': importance, 'images': False, 'experts': experts is not None
+  }  # fmt: skip
   optional |= dict.fromkeys(('seen_until', 'before', 'sequence'), packed)
 
   def leaf(name):
     if not optional.get(name, True):
       return None
-    shape = (rows, width if name in ('tokens', 'seen_until') else replies)
+    shape = (rows, width if name in ('tokens', 'seen_until', 'experts') else replies)
+    shape += replayed if name == 'experts' else ()
     return jax.ShapeDtypeStruct(shape, types.get(name, np.float32), sharding=sharding)
 
   return MiniBatch(**{f.name: leaf(f.name) for f in dataclasses.fields(MiniBatch)} | {'images': images})

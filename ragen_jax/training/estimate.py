@@ -177,7 +177,8 @@ class TargetEstimator:
     mask = np.pad(mask, ((0, 0), (0, width - mask.shape[1]))) & keep[:, None]
     turn = np.where(mask, at_columns(t.turn, columns, mask), -1).astype(np.int32)
     trained, through, sampled = (at_columns(x, columns, mask) for x in (trained, through, t.loss_mask))
-    return _Tokens(TokenRows(t.tokens, columns, mask, images=images), turn, trained, through, sampled)
+    rows = TokenRows(t.tokens, columns, mask, images=images, experts=t.experts)
+    return _Tokens(rows, turn, trained, through, sampled)
 
   def _scores(self, state: TrainState, selection: Selection, tokens: _Tokens) -> tuple[_Scores, dict[str, float]]:
     """Old log-probs and values, importance weights, and log-probs under the reference."""
@@ -251,6 +252,7 @@ class TargetEstimator:
     columns = (last + 1)[:, None].astype(np.int32)
     images = self._images(params, rollout)
     images = None if images is None else images.widened(1)
-    rows = TokenRows(np.pad(t.tokens, ((0, 0), (0, 1))), columns, cut[:, None], images=images)
+    experts = None if t.experts is None else np.pad(t.experts, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    rows = TokenRows(np.pad(t.tokens, ((0, 0), (0, 1))), columns, cut[:, None], images=images, experts=experts)
     (plans,) = plan_batches([np.flatnonzero(cut)], last + 2, np.ones_like(last), batching)
     return self._scorer.values(params, rows, plans)[:, 0]

@@ -180,7 +180,8 @@ def update_memory(
   of one of their kernels takes E D I 4 until it has the type of computations.
 
   With adapters, 'elementwise' keeps L (2 D + (N + 2 K) H + 2 F + 7 r) a for each column more, of rank r, and w is
-  larger by twice that of a layer. Where rows attend one after the other, which is on one CPU, the program holds
+  larger by twice that of a layer. Beside experts, F is the width of the shared one, which alone has adapters. Where
+  rows attend one after the other, which is on one CPU, the program holds
 
     with logits     V D a: the head as computed with, if that is another type
                     5 V 4 for each position, up to `logits_chunk`
@@ -309,7 +310,8 @@ def _of_column(
   layer = chunks + size * (6 * (c.hidden_size + mlp) + 4 * heads // tensor)
   costly = size * (2 * (c.hidden_size + mlp) + (heads + read) // tensor)
   if rank:
-    adapted = size * (2 * (c.hidden_size + (0 if with_experts else mlp)) + heads // tensor + 7 * rank)
+    own = c.experts.shared_width // tensor if with_experts else mlp
+    adapted = size * (2 * (c.hidden_size + own) + heads // tensor + 7 * rank)
     layer, costly = layer + 2 * adapted, costly + adapted
   attended = size * read // tensor
   inputs = size * c.hidden_size

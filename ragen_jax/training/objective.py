@@ -17,7 +17,7 @@ from ragen_jax.algorithms import losses
 from ragen_jax.algorithms.diagnostics import ratio_counts
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training.batches import MiniBatch, TrainBatch
-from ragen_jax.training.scoring import ScoringSettings, score_tokens, value_tokens
+from ragen_jax.training.scoring import ScoringSettings, score_and_compare, value_tokens
 
 # Sums and maxima over the micro-batches of a mini-batch, by name.
 Stats = tuple[dict[str, jax.Array], dict[str, jax.Array]]
@@ -58,7 +58,7 @@ class WeightSettings:
 # Metrics that are means over trained tokens.
 _TOKEN_MEANS = (
   'actor/entropy', 'actor/kl_loss', 'actor/pg_clipfrac', 'actor/pg_clipfrac_lower', 'actor/ppo_kl',
-  'actor/logprob_gap_mean',
+  'actor/logprob_gap_mean', 'actor/experts_differ',
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossS
   of a mini-batch they add up to the mini-batch's numbers, see `token_means`.
   """
   s = settings
-  logprobs, entropies, values = score_tokens(module, batch, s.scoring)
+  logprobs, entropies, values, differ = score_and_compare(module, batch, s.scoring)
   policy, stats = losses.policy_loss(
     logprobs,
     batch.old_logprobs,
@@ -118,6 +118,8 @@ def policy_and_value_loss(module: ActorCritic, batch: MiniBatch, settings: LossS
     sums['actor/kl_loss'] = kl
   if s.value_coef:  # without, no program runs a critic for its gradient
     loss = loss + s.value_coef * vf_loss
+  if differ is not None:
+    sums['actor/experts_differ'] = losses.aggregate(differ, batch.weights)
   gap = jnp.where(batch.mask, jnp.abs(logprobs - batch.old_logprobs), 0.0)
   sums |= {
     'actor/pg_loss': pg_loss,

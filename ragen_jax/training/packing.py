@@ -147,7 +147,8 @@ class PackedBatch:
     seen_until = np.tile(np.arange(1, self.width + 1, dtype=np.int32), (len(self.bins), 1))
     tokens = np.zeros(seen_until.shape, batch.tokens.dtype)
     found = jax.tree_util.tree_map_with_path(
-      lambda path, x: np.full(shape, FILL.get(path[-1].name, 0), x.dtype), batch.replace(tokens=None, images=None)
+      lambda path, x: np.full(shape, FILL.get(path[-1].name, 0), x.dtype),
+      batch.replace(tokens=None, images=None, experts=None),
     )
     before, sequence = np.zeros(shape, np.int32), np.full(shape, FILL['sequence'], np.int32)
     of_tokens = [
@@ -155,11 +156,16 @@ class PackedBatch:
       for f in dataclasses.fields(batch)
       if f.name != 'columns' and getattr(found, f.name) is not None
     ]
+    experts = batch.experts
+    if experts is not None:
+      experts = np.zeros((*tokens.shape, *experts.shape[2:]), experts.dtype)
     turns = int(batch.turn.max(initial=0)) + 1 if hasattr(batch, 'turn') else 0
     for (at, number, row, path, shared), (_, _, r, replies) in zip(
       self._rows(), self._replies(batch.mask), strict=True
     ):
       tokens[at, path[shared:]] = batch.tokens[row, shared : len(path)]
+      if experts is not None:  # of a shared column those of the first row
+        experts[at, path[shared:]] = batch.experts[row, shared : len(path)]
       if shared < len(path):  # all columns of the row see its last one come
         seen_until[at, path] = path[-1] + 1
       columns = batch.columns[row, :r]
@@ -168,8 +174,9 @@ class PackedBatch:
       for name, into, x in of_tokens:
         into[at, replies] = x[row, :r] + (number * turns if name == 'turn' else 0)
     return found.replace(
-      tokens=tokens, seen_until=seen_until, before=before, sequence=sequence, images=self._cut_images(batch)
-    )
+      tokens=tokens, seen_until=seen_until, before=before, sequence=sequence, images=self._cut_images(batch),
+      experts=experts,
+    )  # fmt: skip
 
   def _cut_images(self, batch: TokenRows) -> ImageInputs | None:
     """What the columns of the bins read of images."""

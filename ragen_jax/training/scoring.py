@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,16 +65,28 @@ class ScoringSettings:
   remat: RematSettings
 
 
-def _states_before(trunk: Qwen, rows: TokenRows, remat: RematSettings, name: str) -> jax.Array:
-  """[B, R, D]: the hidden states that emit the scored tokens, each that of the column before; `name` as in `images`."""
+def _states_before(trunk: Qwen, rows: TokenRows, remat: RematSettings, name: str) -> tuple[jax.Array, jax.Array | None]:
+  """[B, R, D]: the hidden states that emit the scored tokens, each that of the column before; `name` as in `images`.
+
+  And, if experts are replayed, f32[B, R]: the share of those of these columns that the routers would not choose.
+  """
+  experts = rows.experts if name == POLICY else None
   images = rows.images
   chosen = remat.choose(rows.tokens.size // _row_shards(trunk))
   seen = None if images is None else images.columns(trunk, name, remat=chosen != 'none')
   x, deepstack = trunk.embed_columns(rows.tokens, seen)
   positions = None if images is None else images.positions
-  hidden, _ = trunk(x, positions, remat=chosen, seen_until=rows.seen_until, deepstack=deepstack)
+  hidden, _, own = trunk.run(
+    x, positions, remat=chosen, seen_until=rows.seen_until, deepstack=deepstack, experts=experts,
+    with_choices=experts is not None,
+  )  # fmt: skip
   before = rows.columns - 1 if rows.before is None else rows.before
-  return jnp.take_along_axis(hidden, before[:, :, None], axis=1)
+  hidden = jnp.take_along_axis(hidden, before[:, :, None], axis=1)
+  if experts is None:
+    return hidden, None
+  own, experts = (jnp.take_along_axis(x, before[:, :, None, None], axis=1) for x in (own, experts))
+  same = functools.reduce(jnp.logical_or, (experts == own[..., i : i + 1] for i in range(own.shape[-1])))
+  return hidden, jnp.sum(~same, axis=(2, 3)) / (sum(trunk.cfg.with_experts) * trunk.cfg.experts.chosen)
 
 
 def value_tokens(
@@ -84,7 +97,7 @@ def value_tokens(
   `freeze_policy` stops the gradient before the policy's trunk; a separate critic is trained as usual.
   """
   trunk, name = (module.policy, POLICY) if module.critic is None else (module.critic, CRITIC)
-  hidden = _states_before(trunk, rows, settings.remat, name)
+  hidden, _ = _states_before(trunk, rows, settings.remat, name)
   return module.value_head(jax.lax.stop_gradient(hidden) if freeze_policy and module.critic is None else hidden)
 
 
@@ -95,17 +108,24 @@ def score_tokens(
 
   The rotary positions of text are those in a token's row, 0, 1, ...; of images, `rows.images` has them.
   """
-  hidden = _states_before(module.policy, rows, settings.remat, POLICY)
+  return score_and_compare(module, rows, settings)[:3]
+
+
+def score_and_compare(
+  module: ActorCritic, rows: TokenRows, settings: ScoringSettings
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+  """The results of `score_tokens`; and, if experts are replayed, f32[B, R], see `_states_before`."""
+  hidden, differ = _states_before(module.policy, rows, settings.remat, POLICY)
   values = module.value_head(hidden) if module.critic is None else value_tokens(module, rows, settings)
   targets = jnp.take_along_axis(rows.tokens, rows.columns, axis=1)  # [B, R]
   b, r, _ = hidden.shape
   shards = _row_shards(module.policy)
   width = max(settings.logits_chunk // -(-b // shards), 1)
   if settings.logits_chunk and width < r:
-    return *_score_in_chunks(module.policy, hidden, targets, settings, width), values
+    return *_score_in_chunks(module.policy, hidden, targets, settings, width), values, differ
   logits = module.policy.logits(hidden) / settings.temperature
   logits = vocabulary.masked(logits, settings.vocab_limit, settings.banned, -jnp.inf)
-  return losses.token_logprobs(logits, targets), losses.token_entropy(logits), values
+  return losses.token_logprobs(logits, targets), losses.token_entropy(logits), values, differ
 
 
 def _score_in_chunks(
@@ -200,10 +220,10 @@ class Scorer:
     return logprobs, values
 
   def logprobs(self, params: Any, rows: TokenRows, plans: Plans) -> np.ndarray:
-    """Log-probs of all sampled tokens under `params`, f32[B, R]; a separate critic is not run."""
-    if 'critic' not in params:  # the values cost nothing, and the program may be compiled already
+    """Log-probs of all sampled tokens under `params`, f32[B, R]; a separate critic is not run, and routers choose."""
+    if 'critic' not in params and rows.experts is None:  # values cost nothing, and the program may be compiled already
       return self.score(params, rows, plans)[0]
-    return self._run('logprobs', 1, params, rows, plans)[0]
+    return self._run('logprobs', 1, params, rows.replace(experts=None), plans)[0]
 
   def values(self, params: Any, rows: TokenRows, plans: Plans) -> np.ndarray:
     """Values of the states that sampled tokens were drawn from, f32[B, R]; no log-probs are computed."""

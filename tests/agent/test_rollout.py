@@ -48,6 +48,17 @@ def test_shares_of_a_rollout_keep_their_numbers():
   assert [e.group for e in whole.episodes] == [0, 0, 1, 1]
 
 
+def test_experts_are_joined_taken_and_padded_with_their_columns():
+  parts = []
+  for lengths in ([3, 4], [6, 2]):
+    part = _rollout(lengths)
+    experts = part.trajectory.tokens[:, :, None, None].repeat(2, axis=3).astype(np.uint8)
+    parts.append(dataclasses.replace(part, trajectory=part.trajectory.replace(experts=experts)))
+  t = pad_rows(take_rows(concatenate(parts, renumber=True), np.asarray([1, 2])), 3).trajectory
+  assert t.experts.shape == (3, 6, 1, 2) and t.experts.dtype == np.uint8
+  assert t.experts[:, :, 0, 1].tolist() == [[10, 11, 12, 1, 0, 0], [0, 1, 2, 3, 4, 0], [0] * 6]
+
+
 def test_scores_that_estimators_compare_have_the_rewards_of_replies_and_raw_scores_do_not():
   rollout = _rollout([3, 4, 2, 5])
   t = rollout.trajectory

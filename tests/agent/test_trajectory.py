@@ -38,6 +38,22 @@ def test_columns_are_those_that_were_appended_and_the_rest_is_padding():
   assert t.versions.tolist() == [[0, 0, 3, 3, 0, 3], [0] * 6] and t.policy_version.tolist() == [3, 0]
 
 
+def test_experts_stand_in_the_columns_of_their_tokens():
+  timeline = Timeline(2, 6)
+  timeline.record_experts((1, 2), np.dtype(np.uint8))
+  timeline.experts[0, :2] = [[[1, 2]], [[3, 4]]]
+  timeline.append_context(0, (5, 6), 0)
+  timeline.append_reply(0, (7,), 0, experts=[[[5, 6]]])
+  timeline.begin_row(0)
+  timeline.append_context(0, (5,), 1)
+  timeline.append_reply(0, (8, 9), 1, experts=[[[7, 0]], [[2, 1]]])
+  t = _end(timeline, 2)
+  none = [[0, 0]]
+  assert t.experts.dtype == np.uint8
+  assert t.experts.tolist() == [[[[1, 2]], [[3, 4]], [[5, 6]]], [none, [[7, 0]], [[2, 1]]], [none] * 3]
+  assert _end(Timeline(2, 6), 2).experts is None
+
+
 def test_rewards_of_replies_are_on_the_tokens_where_they_are_paid_and_add_up():
   timeline = Timeline(2, 8)
   for row in range(2):

@@ -51,6 +51,10 @@ _RUNNER = {**_AGENT, 'envs.Agent.runner': 'env:FrozenLake'}
     ({**_AGENT, 'eval.tags': ('Agent', 'FrozenLake')}, r"Agent of the type 'agent' cannot be mixed with FrozenLake$"),
     ({**_AGENT, 'eval.greedy_too': True, 'eval.temperature': 0.0}, r'^eval\.greedy_too=True: '),
     ({**_AGENT, 'filter.max_rollouts': 2}, r'^filter\.max_rollouts=2: must be 1 if agent programs play$'),
+    (
+      {**_AGENT, 'algorithm.replay_experts': True},
+      r'^algorithm\.replay_experts=True: must be False if agent programs play: calls do not record experts$',
+    ),
     ({'serve.max_staleness': -1}, r'^serve\.max_staleness=-1: must be at least 0$'),
     (
       {'serve.max_staleness': 1},

@@ -66,6 +66,7 @@ def test_every_choice_of_what_is_computed_again_is_allowed(remat):
     ('model.param_dtype', 'float16', r"^model\.param_dtype='float16': allowed: float32, bfloat16$"),
     ('model.param_dtype', 'bfloat16', r"^model\.param_dtype='bfloat16': weights that are trained are kept in 'fl"),
     ('export.dtype', 'int8', r"^export\.dtype='int8': allowed: float32, bfloat16, float16$"),
+    ('algorithm.replay_experts', True, r'^algorithm\.replay_experts=True: must be False: tiny has no experts$'),
     ('lora.path', 'adapters', r"^lora\.path='adapters': needs lora\.rank above 0$"),
   ],
 )

@@ -48,7 +48,7 @@ def test_grouped_products_and_their_gradients_are_those_of_a_loop(sizes, way, mo
 def test_what_a_kernel_leaves_behind_its_groups_reaches_no_gradient(monkeypatch):
   """On a mesh, a device has some experts, and rows of others stand behind its own."""
   mixture, x = _mixture(shared_width=0), jnp.asarray(np.random.default_rng(2).normal(size=(1, 30, 8)), jnp.float32)
-  chosen, weights = mixture._route(x)
+  _, chosen, weights = mixture._route(x)
   kernels = [p.kernel[...][:2] for p in (mixture.experts.gate_proj, mixture.experts.up_proj, mixture.experts.down_proj)]
 
   def gradients():
@@ -78,12 +78,14 @@ def _mixture(**changes) -> MixtureOfExperts:
   return nnx.merge(graphdef, jax.tree.map(lambda w: jnp.asarray(rng.normal(size=w.shape) * 0.5, jnp.float32), state))
 
 
-def _dense(mixture: MixtureOfExperts, x: jax.Array) -> jax.Array:
-  """Every expert for every column, times 0 where it is not chosen."""
+def _dense(mixture: MixtureOfExperts, x: jax.Array, given: np.ndarray | None = None) -> jax.Array:
+  """Every expert for every column, times 0 where it is not chosen, or not among those that are given."""
   cfg, experts = mixture.cfg, mixture.experts
   shares = jax.nn.softmax(x @ mixture.gate.kernel[...])
-  least = jnp.sort(shares, axis=-1)[..., -cfg.chosen, None]
-  weights = jnp.where(shares >= least, shares, 0)
+  used = shares >= jnp.sort(shares, axis=-1)[..., -cfg.chosen, None]
+  if given is not None:
+    used = (given[..., None] == np.arange(cfg.count)).any(axis=-2)
+  weights = jnp.where(used, shares, 0)
   if cfg.normalised:
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
   y = 0
@@ -101,19 +103,50 @@ def _dense(mixture: MixtureOfExperts, x: jax.Array) -> jax.Array:
 def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_all_experts(changes):
   mixture = _mixture(**changes)
   x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 9, 8)), jnp.float32)
-  upstream = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
-  graphdef, state = nnx.split(mixture)
-
-  def run(of):
-    return jax.jit(jax.value_and_grad(lambda s, x: jnp.sum(of(nnx.merge(graphdef, s), x) * upstream), (0, 1)))(state, x)
-
-  (found, gradient), (expected, expected_gradient) = run(lambda m, x: m(x)), run(_dense)
+  (found, gradient), (expected, expected_gradient) = (_gradients(mixture, x, of) for of in (lambda m, x: m(x), _dense))
   np.testing.assert_allclose(found, expected, rtol=1e-5)
   pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True)
   for i, (ours, theirs) in enumerate(pairs):
     # With one expert, whose weight is 1 in any case, the router has no gradient.
     assert np.linalg.norm(theirs) > 0 or changes.get('chosen') == 1
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5, err_msg=str(i))
+
+
+def _gradients(mixture, x, of):
+  graphdef, state = nnx.split(mixture)
+  upstream = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
+  return jax.jit(jax.value_and_grad(lambda s, x: jnp.sum(of(nnx.merge(graphdef, s), x) * upstream), (0, 1)))(state, x)
+
+
+@pytest.mark.parametrize('changes', [{}, {'normalised': False, 'shared_width': 0}])
+def test_given_experts_take_the_place_of_the_router_s(changes):
+  mixture, rng = _mixture(**changes), np.random.default_rng(1)
+  x = jnp.asarray(rng.normal(size=(2, 9, 8)), jnp.float32)
+  given = np.argsort(rng.random((2, 9, 6)))[..., :3].astype(np.uint8)
+  y, own = mixture.with_choices(x, None, given)
+  assert own.dtype == np.uint8 and (np.sort(own) != np.sort(given)).any(axis=-1).sum() > 9
+  of = [lambda m, x: m.with_choices(x, None, given)[0], lambda m, x: _dense(m, x, given)]
+  (found, gradient), (expected, expected_gradient) = (_gradients(mixture, x, f) for f in of)
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  chex.assert_trees_all_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
+  # The router learns how much it should trust what it did not choose.
+  direction, kernel = jnp.asarray(rng.normal(size=(8, 6)), jnp.float32), mixture.gate.kernel[...]
+  slope = float(jnp.sum(gradient[0]['gate']['kernel'].get_value() * direction))
+  ends = []
+  for step in (0.01, -0.01):
+    mixture.gate.kernel.set_value(kernel + step * direction)
+    ends.append(float(_gradients(mixture, x, of[0])[0]))
+  mixture.gate.kernel.set_value(kernel)
+  assert abs(slope) > 0.1 and (ends[0] - ends[1]) / 0.02 == pytest.approx(slope, rel=0.02)
+  # And its own choice, given back, changes no bit.
+  np.testing.assert_array_equal(mixture.with_choices(x, None, own)[0], mixture(x))
+  np.testing.assert_array_equal(mixture.with_choices(x, None, own)[1], mixture.with_choices(x)[1])
+  assert (np.asarray(y) != np.asarray(mixture(x))).any()
+
+
+def test_numbers_of_many_experts_have_room():
+  kinds = [ExpertsConfig(count, 1, 4, True).number_type for count in (1, 256, 257)]
+  assert kinds == [np.uint8, np.uint8, np.uint16]
 
 
 def test_no_column_is_left_out_however_many_choose_one_expert():
@@ -139,12 +172,14 @@ from tests.models.test_feed_forward import _mixture
 x = np.random.default_rng(1).normal(size=(8, 5, 8)).astype(np.float32)
 upstream = np.cos(np.arange(x.size)).reshape(x.shape)
 mixture = _mixture(count=8, shared_width=8)
+given = np.argsort(np.random.default_rng(2).random((8, 5, 8)))[..., :3].astype(np.uint8)
 
 def run(mixture, x, rows=None, state=None):
   graphdef, own = nnx.split(mixture)
   def loss(s, x):
-    y = nnx.merge(graphdef, s)(x, rows)
-    return jnp.sum(y * upstream), y
+    model = nnx.merge(graphdef, s)
+    y, (z, chosen) = model(x, rows), model.with_choices(x, rows, given)
+    return jnp.sum(y * upstream) + jnp.sum(z), (y, z, chosen.astype(jnp.float32))
   (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(own if state is None else state, x)
   return [np.asarray(a) for a in jax.tree.leaves((y, gradients))]
 

@@ -265,6 +265,13 @@ def test_scoring_programs_follow_from_the_estimator(fields, separate, names):
   assert len(found) == len(set(found))
 
 
+def test_a_reference_without_replay_has_a_program_of_its_own():
+  config, trainer = _config(algorithm__replay_experts=True), _trainer(_config(), _PACKING, reference=True)
+  assert program_list.scored(config, trainer) == ('logprobs',)
+  trainer.settings.estimate.old_logprobs = 'trainer'
+  assert program_list.scored(config, trainer) == ('score', 'logprobs')
+
+
 def test_warming_the_critic_up_has_programs_of_its_own():
   config = _config(optimizer__critic_warmup=2)
   assert program_list.updates(config) == {'gradient_critic': 'apply_critic', 'gradient': 'apply'}

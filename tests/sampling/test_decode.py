@@ -37,7 +37,7 @@ def run(model):
   @jax.jit
   def extend(state, tokens, count, begins=None, **options):
     begins = jnp.zeros(len(count), bool) if begins is None else begins
-    return append(state, None, programs.extend(graphdef, params, state, tokens, count, begins, **options))
+    return append(state, None, programs.extend(graphdef, params, state, tokens, count, begins, **options)[0])
 
   @functools.partial(jax.jit, static_argnames=('columns', 'sampling'))
   def decode(state, *arguments, **options):

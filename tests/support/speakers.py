@@ -79,6 +79,7 @@ class ScriptedSampler:
   def __init__(self, tokenizer: ChatTokenizer, replies: list[list[str]]):
     self.share = RowShare()
     self.stop_ids = tokenizer.stop_ids
+    self.experts = False
     self.observer = Observer()
     self._replies = [[(*tokenizer.encode(r), tokenizer.stop_ids[0]) for r in row] for row in replies]
     self._turn = 0

@@ -88,7 +88,8 @@ def test_a_micro_batch_has_its_rows_and_empty_ones():
 def test_abstract_micro_batches_are_those_of_real_ones():
   loss_mask = np.zeros((4, 16), bool)
   loss_mask[:, 3:6] = True
-  batch = learning.mini_batch(loss_mask, 30, ref_logprobs=None)
+  experts = np.zeros((4, 16, 2, 3), np.uint8)
+  batch = learning.mini_batch(loss_mask, 30, ref_logprobs=None, experts=experts)
   (part,) = micro_batches(batch, plan_micro_batches(np.arange(4), np.full(4, 16), np.full(4, 3), size=4, length_step=8))
-  abstract = abstract_mini_batch(4, 16, 4, reference=False, importance=True)
+  abstract = abstract_mini_batch(4, 16, 4, reference=False, importance=True, experts=((2, 3), np.uint8))
   assert jax.tree.map(lambda x: (x.shape, x.dtype), part) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)

@@ -380,6 +380,7 @@ def test_a_cpu_may_fill_what_is_left_and_what_its_arrays_hold_but_for_workspace(
 
 
 _EXPERTS = ExpertsConfig(count=16, chosen=2, width=512, normalised=True)
+_SHARED = dataclasses.replace(_EXPERTS, shared_width=1024)
 # With the options of a run, but machine code that is made fast.
 _FAST = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 
@@ -396,6 +397,7 @@ _FAST = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes
     pytest.param({'experts': _EXPERTS}, 4, 'layers', 64, marks=pytest.mark.slow),
     pytest.param({'experts': _EXPERTS}, 8, 'elementwise', 64, marks=pytest.mark.slow),
     pytest.param({'experts': _EXPERTS, 'adapters': True}, 4, 'layers', 64, marks=pytest.mark.slow),
+    pytest.param({'experts': _SHARED, 'adapters': True}, 8, 'elementwise', 64, marks=pytest.mark.slow),
   ],
 )
 def test_the_whole_is_within_15_percent_of_what_one_cpu_needs(model, rows, remat, chunk):

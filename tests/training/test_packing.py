@@ -199,12 +199,16 @@ def test_turns_and_rows_of_a_bin_have_numbers_of_their_own(kind):
 
 def test_packed_batches_are_those_that_programs_are_compiled_for():
   batch, length = _batch()
-  batch = with_loss_weights(batch, _ROWS, np.arange(9), WeightSettings('token-mean', 9), multiple=1)
+  experts = np.random.default_rng(0).integers(0, 300, (*batch.tokens.shape, 2, 3)).astype(np.uint16)
+  batch = with_loss_weights(
+    batch.replace(experts=experts), _ROWS, np.arange(9), WeightSettings('token-mean', 9), multiple=1
+  )
   for kind in ('rows', 'trees'):
     plans = _plans(batch, length, kind)
     assert len({(len(p.bins), p.width, p.replies) for p in plans}) == 1 < len(plans)
     sizes = len(plans[-1].bins), plans[-1].width, plans[-1].replies
-    abstract = abstract_mini_batch(*sizes, reference=True, importance=True, packed=True)
+    replayed = (2, 3), np.uint16
+    abstract = abstract_mini_batch(*sizes, reference=True, importance=True, packed=True, experts=replayed)
     for part in micro_batches(batch, plans):
       assert jax.tree.map(lambda x: (x.shape, x.dtype), part) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
 

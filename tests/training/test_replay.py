@@ -26,7 +26,9 @@ def test_the_buffer_gives_back_whole_groups_that_are_not_too_old(policy, played)
   rows, scale = np.arange(4, 32), np.linspace(0, 1, 32, dtype=np.float32)  # the first group was not learnt from
   for iteration in range(4):
     t = rollout.trajectory
-    marked = dataclasses.replace(rollout, trajectory=t.replace(versions=np.full_like(t.versions, iteration)))
+    experts = rng.integers(0, 9, (*t.tokens.shape, 2, 3)).astype(np.uint8)
+    t = t.replace(versions=np.full_like(t.versions, iteration), experts=experts)
+    marked = dataclasses.replace(rollout, trajectory=t)
     buffer.add(marked, rows, scale, iteration)
   drawn = buffer.draw(100, rng, 4)
   assert [int(d.trajectory.policy_version[0]) for d, _ in drawn] == [2, 3]

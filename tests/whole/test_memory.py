@@ -30,7 +30,7 @@ from ragen_jax.training.scoring import score_tokens
 from ragen_jax.training.trainer import Trainer
 from tests.support import learning, memory_worker
 from tests.support.configs import small_config
-from tests.support.models import HYBRID, random_model, random_policy
+from tests.support.models import EXPERTS, HYBRID, random_model, random_policy
 from tests.support.paths import ROOT
 
 # Of the programs that memory_worker.py compiles: float32 logits of all sampled tokens, four times those of the larger
@@ -167,6 +167,19 @@ def test_the_states_of_linear_attention_are_counted_beside_the_cache(tmp_path):
   assert kinds['key/value cache'] == kinds['one layer of it twice'] == sum(x.nbytes for x in jax.tree.leaves(full))
 
 
+def test_recorded_experts_are_counted(tmp_path):
+  config = _config(plan__memory_gb=1e-6, algorithm__replay_experts=True, agent__decode_chunk=7)
+  config.model.path = random_policy(config, tmp_path, **EXPERTS).directory
+  found, column = memory.estimate(config, {}), 2 * 3  # bytes: two layers, of which one has no experts
+  bins, width, _ = found.micro_batch
+  assert found.phases['update']['recorded experts'] == bins * width * column
+  rows = found.cache_rows['rollout']
+  most = max(rows * 7, abstract.sampler_shapes(config, rows, 1).fed * abstract.prompt_columns(config))
+  assert found.phases['rollout']['recorded experts'] == most * column
+  config.algorithm.replay_experts = False
+  assert not any('recorded experts' in kinds for kinds in memory.estimate(config, {}).phases.values())
+
+
 def test_bfloat16_halves_the_cache_and_adds_the_weights_that_decoding_reads():
   wide, narrow = (memory.estimate(_config(model__dtype=x, plan__memory_gb=1e-6), {}) for x in ('float32', 'bfloat16'))
   assert narrow.phases['rollout']['key/value cache'] * 2 == wide.phases['rollout']['key/value cache']
@@ -197,6 +210,7 @@ def _random_batch(rows=8, width=24, replies=12):
       'mask': mask, 'trained': mask, 'valued': mask, 'turn': np.zeros((rows, replies), np.int32),
       'importance': np.ones((rows, replies), np.float32), 'old_logprobs': f32['old_logprobs'] - 4,
       'seen_until': None, 'before': None, 'sequence': None, 'images': None,
+      'experts': None,
     }
   )  # fmt: skip
 

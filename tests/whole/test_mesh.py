@@ -113,7 +113,8 @@ def _assert_same(many, one):
     (HYBRID | {'num_layers': 2, 'layer_kinds': HYBRID['layer_kinds'][2:]}, {}),
     (EXPERTS, {}),
     (WINDOWS, {}),
-    (EXPERTS, {'agent__decode_shards': 2}),  # neighbours divide the experts while they sample
+    # Neighbours divide the experts while they sample, and the update uses what they recorded.
+    (EXPERTS, {'agent__decode_shards': 2, 'algorithm__replay_experts': True}),
   ],
   ids=['memories', 'experts', 'windows', 'experts of neighbours'],
 )

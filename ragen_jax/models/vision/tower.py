@@ -210,7 +210,7 @@ class VisionTower(nnx.Module):
 
     if self.scan_blocks and len(blocks) > 1:
       again = functools.partial(jax.checkpoint, prevent_cse=False) if remat else None
-      return scan_layers(blocks, x, lambda block, x, _: run(block, x), mesh=None, checkpoint=again)
+      return scan_layers(blocks, x, lambda block, x, _: (run(block, x), None), mesh=None, checkpoint=again)[0]
     for block in blocks:
       x = nnx.remat(run)(block, x) if remat else run(block, x)
     return x
