@@ -21,7 +21,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager, ContextSettings
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Limits
-from ragen_jax.agent.image_table_sizes import image_room
+from ragen_jax.agent.image_table_sizes import ImageTableSizes, image_room, largest_images
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.agent.player import EnvironmentPlayer, Player
 from ragen_jax.agent.prompt_images import PromptImages
@@ -30,7 +30,7 @@ from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
 from ragen_jax.algorithms.spikes import SpikeSettings
-from ragen_jax.build_environments import env_specs, group_counts
+from ragen_jax.build_environments import env_specs, group_counts, played_by_programs
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.envs.spec import EnvSpec
@@ -281,13 +281,24 @@ def update_memory(config: ConfigDict, model: LanguageModel, dtype: Any = None) -
   )  # fmt: skip
 
 
+def trained_images(config: ConfigDict) -> ImageTableSizes | None:
+  """The images that rows of training can show, for the memory that they need; None for text.
+
+  Programs may send as many images as fit into a row, of the size that needs the most memory.
+  """
+  processor, tags = presets.processor(config.model.preset, config.model.path), tuple(config.train.tags)
+  if processor is None or not any(played_by_programs(config.envs[tag].type) for tag in tags):
+    return image_room(env_specs(config, tags, (1,) * len(tags)), processor)
+  tokens = min(config.serve.image_tokens, config.agent.max_context - 4)  # around it two tokens, and a reply
+  return largest_images(tokens, processor.factor) if config.serve.max_images and tokens > 0 else None
+
+
 def _seen_columns(config: ConfigDict, model: LanguageModel) -> SeenColumns | None:
   """What the columns of the update read of images; None for text."""
   if model.model.policy.cfg.vision is None:
     return None
-  tags, width = tuple(config.train.tags), size_settings(config, model).width
-  processor = presets.processor(config.model.preset, config.model.path)
-  room = image_room(env_specs(config, tags, (1,) * len(tags)), processor)
+  width, processor = size_settings(config, model).width, presets.processor(config.model.preset, config.model.path)
+  room = trained_images(config)
   if room is None:
     return None
   images = room.most_images(1, width, packed=config.optimizer.packing)

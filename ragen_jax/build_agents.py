@@ -17,6 +17,7 @@ from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
 from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.build_environments import played_by_programs
 from ragen_jax.envs import VerifiersTasks
+from ragen_jax.models import presets
 from ragen_jax.prompt_search.player import PromptPlayer
 from ragen_jax.prompt_search.tasks import TaskRanges
 from ragen_jax.runs.interrupt import Interrupt
@@ -33,6 +34,7 @@ from ragen_jax.serving.play.runners import Runner
 from ragen_jax.serving.play.verifiers_runner import VerifiersRunner
 from ragen_jax.serving.rollouts.records import AttemptLimits
 from ragen_jax.serving.types import AttemptState, SamplingParams
+from ragen_jax.serving.wire.images import ImageLimits
 from ragen_jax.serving.wire.spec import RequestLimits
 from ragen_jax.utils.errors import UserError
 
@@ -169,6 +171,7 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
       messages=_MOST_MESSAGES,
       tools=_MOST_TOOLS,
       lenient=True,
+      images=_image_limits(config, model),
     ),
     training=of['train'],
     evaluation=of['eval'],
@@ -176,6 +179,17 @@ def server_settings(config: ConfigDict, model: LanguageModel, *, trains: bool) -
     max_calls=_most_calls(config) if trains else _MOST_CALLS,
     grace_s=s.grace,
   )
+
+
+def _image_limits(config: ConfigDict, model: LanguageModel) -> ImageLimits | None:
+  """What requests may show; None for text."""
+  processor = model.processor or presets.processor(config.model.preset, config.model.path)  # a plan has none
+  if processor is None or not config.serve.max_images:
+    return None
+  tokens, least = config.serve.image_tokens, -(-processor.min_pixels // processor.factor**2)
+  if tokens < least:
+    raise UserError(f"serve.image_tokens={tokens}: must be at least {least}, which the model's processor makes")
+  return ImageLimits(processor, config.serve.max_images, tokens)
 
 
 def _prompt_widths(config: ConfigDict) -> tuple[int, ...]:

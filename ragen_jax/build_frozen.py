@@ -27,6 +27,7 @@ from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import fields_of, flatten
 from ragen_jax.runs.workdir import changed_fields
 from ragen_jax.serving.engine.engines import FrozenWeights
+from ragen_jax.serving.engine.eyes import Eyes
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 
@@ -136,4 +137,6 @@ def _load(of: FrozenModel, policy: LanguageModel) -> FrozenWeights:
     sampler = policy.sampler
   params = sampler.decode_weights(nnx.State({name: part for name, part in params.items() if name != 'critic'}))
   nnx.update(actor, params)  # nothing holds the weights as they were loaded
-  return FrozenWeights(sampler, params, version)
+  own, same = model.model.policy.cfg.vision, model.processor == policy.processor
+  eyes = Eyes(model.encoders['policy'], own) if own is not None and same else None
+  return FrozenWeights(sampler, params, version, eyes)

@@ -20,7 +20,7 @@ _AGENT = {'train.tags': ('Agent',), 'eval.tags': ('Agent',)}
 @pytest.fixture
 def model():
   """What the settings ask of a model."""
-  return types.SimpleNamespace(tokenizer=types.SimpleNamespace(stop_ids=(5,), pad_id=6, size=300))
+  return types.SimpleNamespace(processor=None, tokenizer=types.SimpleNamespace(stop_ids=(5,), pad_id=6, size=300))
 
 
 @pytest.mark.parametrize('step', [1, 16, 64, 256])
@@ -67,6 +67,19 @@ def test_access_without_a_key_is_for_this_machine(model):
     ('10.0.0.1', False),
   ):
     assert build_agents.server_settings(small_config({'serve.host': host}), model, trains=False).open_access is allowed
+
+
+def test_images_are_for_models_that_read_them(model):
+  def images(**fields):
+    return build_agents.server_settings(small_config(**fields), model, trains=False).limits.images
+
+  seeing = {'model__preset': 'qwen3-vl-2b'}
+  assert images() is None and images(serve__max_images=0, **seeing) is None
+  found = images(serve__max_images=5, serve__image_tokens=90, **seeing)
+  assert (found.count, found.tokens, found.processor.factor) == (5, 90, 32)
+  # 65,536 pixels at least.
+  with pytest.raises(UserError, match=r'^serve\.image_tokens=63: must be at least 64, which the model'):
+    images(serve__image_tokens=63, **seeing)
 
 
 def test_a_missing_package_is_one_line(monkeypatch):

@@ -152,13 +152,17 @@ class ChatTokenizer:
       elif isinstance(segment, ImageSegment):
         if self._image_ids is None:
           raise UserError(f'model.path={self._directory}: the model reads text only, and a prompt holds an image')
-        start, placeholder, end = self._image_ids
         first = len(ids) + 1
-        ids += (start, *(placeholder,) * segment.columns, end)
+        ids += self.image_ids(segment.columns)
         images.append(ImageSpan(segment, first, first + segment.columns))
       else:
         ids += segment.ids
     return Encoded(ids, tuple(images))
+
+  def image_ids(self, columns: int) -> tuple[int, ...]:
+    """The ids of an image of so many placeholders, for a model that reads images."""
+    start, placeholder, end = self._image_ids
+    return (start, *(placeholder,) * columns, end)
 
   def decode(self, ids) -> str:
     """The text of ids, including special tokens."""

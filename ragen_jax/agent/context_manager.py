@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ragen_jax.agent import templates
@@ -173,11 +173,15 @@ class ContextManager:
 
   # -- prompts in messages ---------------------------------------------------------------------------------------------
 
-  def messages(self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int) -> Chat:
+  def messages(
+    self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int,
+    content: Callable[[Segments], Any] = as_text,
+  ) -> Chat:  # fmt: skip
     """The content of `prompt` as messages, for a policy with its own chat format. The ids of the turns are not read.
 
     The messages have `role` and `content`; the last one is the user's. There is no length limit and no forced reply
-    prefix. Raises ValueError if an observation contains an image.
+    prefix. `content` makes the content of a user's message from its segments; by default it raises ValueError for an
+    image.
     """
     settings = self.settings
     shown = len(past) if settings.context == 'full' else min(settings.context_turns - 1, len(past))
@@ -185,10 +189,10 @@ class ContextManager:
     if settings.context == 'single_turn':
       return [
         *chat,
-        {'role': 'user', 'content': as_text(self._summary_text(env, past, shown, observation, actions_left))},
+        {'role': 'user', 'content': content(self._summary_text(env, past, shown, observation, actions_left))},
       ]
     for user, reply in self._exchanges(env, past, shown, observation, actions_left):
-      chat.append({'role': 'user', 'content': as_text(user)})
+      chat.append({'role': 'user', 'content': content(user)})
       if reply is not None:
         chat.append({'role': 'assistant', 'content': reply.reply if reply.answered else NO_REPLY})
     return chat

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from collections.abc import Mapping, Sequence
 
 from ragen_jax.agent.image_observations import observed_images, shows_images
@@ -72,6 +74,14 @@ def _enough(needed: int, most: int, packed: bool) -> int:
   """The smallest size of a table that is large enough."""
   sizes = [-(-most // n) for n in _PARTS] if packed else [most]
   return next((size for size in sizes if size >= needed), needed)
+
+
+def largest_images(tokens: int, factor: int) -> ImageTableSizes:
+  """The room of rows that hold as many images as their columns do, of at most so many tokens with sides of `factor`
+  pixels."""
+  rows = math.isqrt(tokens)
+  columns = tokens // rows
+  return ImageTableSizes((ImageCounts((rows * factor, columns * factor), 1, rows * columns, sys.maxsize),))
 
 
 def image_room(specs: Sequence[EnvSpec], processor: ProcessorConfig | None) -> ImageTableSizes | None:

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import json
 from collections.abc import Sequence
+from typing import TypeVar
 
 from ragen_jax.agent.chat_template import Around, ChatFormat
 
@@ -34,6 +35,7 @@ class FormatText:
 
 
 Part = str | FormatText
+Result = TypeVar('Result')
 
 
 class Place(enum.Enum):
@@ -74,8 +76,8 @@ class ToolFormat:
     pieces = self.without_system if system is None else self.with_system
     return [part for x in pieces for part in ([FormatText(x)] if isinstance(x, str) else filled[x])]
 
-  def result_turn(self, results: Sequence[str]) -> list[Part]:
-    """The results of the calls of one reply."""
+  def result_turn(self, results: Sequence[Result]) -> list[Result | FormatText]:
+    """The results of the calls of one reply, texts or whatever stands for one."""
     inside = _separated(results, self.between_results)
     return [FormatText(self.results.before), *inside, FormatText(self.results.after)]
 
@@ -89,7 +91,7 @@ def call_parts(calls: Sequence[str], *, after_text: bool) -> list[Part]:
   return parts
 
 
-def _separated(texts: Sequence[str], separator: str) -> list[Part]:
+def _separated(texts: Sequence[Result], separator: str) -> list[Result | FormatText]:
   return [part for k, text in enumerate(texts) for part in ([FormatText(separator), text] if k else [text])]
 
 

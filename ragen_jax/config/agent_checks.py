@@ -38,9 +38,9 @@ def check_serve(config: ConfigDict) -> None:
   )
   rules.at_least(
     config, 1, 'serve.slots', 'serve.max_queue', 'serve.max_connections', 'serve.max_body', 'serve.max_concurrency',
-    'serve.max_attempts',
+    'serve.max_attempts', 'serve.image_tokens',
   )  # fmt: skip
-  rules.at_least(config, 0, 'serve.grace', 'serve.heartbeat', 'serve.max_staleness')
+  rules.at_least(config, 0, 'serve.grace', 'serve.heartbeat', 'serve.max_staleness', 'serve.max_images')
   rules.above(config, 0, 'serve.timeout', 'serve.keep')
   try:
     re.compile(s.trained)

@@ -57,6 +57,8 @@ AT_MOST: dict[str, float] = {
   'serve.max_connections': 65536,
   'serve.max_queue': _MILLION,
   'serve.max_body': 2**30,
+  'serve.max_images': 4096,
+  'serve.image_tokens': _MILLION,
   # Devices.
   'plan.devices': 65536,
   'plan.memory_gb': 2**20,

@@ -15,13 +15,10 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.image_observations import image_columns, shows_images
-from ragen_jax.agent.image_table_sizes import ImageTableSizes, image_room
 from ragen_jax.agent.language_model import LanguageModel, has_policys_tower, make_sampler, param_state
 from ragen_jax.agent.sampler_speaker import fed_image_tokens
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards
-from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import lora, presets
 from ragen_jax.models.attention import EINSUM
 from ragen_jax.models.attention_choice import choose_attention
@@ -133,7 +130,7 @@ def abstract_batch(config: ConfigDict, trainer: Trainer, shape: tuple[int, int, 
 
 def _abstract_images(config: ConfigDict, trainer: Trainer, shape: tuple[int, int, int]) -> ImageInputs | None:
   """What a micro-batch reads of images, if all of them differ; None for text."""
-  room, (rows, width, _) = planned_room(config), shape
+  room, (rows, width, _) = build.trained_images(config), shape
   if room is None:
     return None
   model = config.model
@@ -144,26 +141,16 @@ def _abstract_images(config: ConfigDict, trainer: Trainer, shape: tuple[int, int
   )  # fmt: skip
 
 
-def planned_room(config: ConfigDict) -> ImageTableSizes | None:
-  """The room for images of training; None for text."""
-  return image_room(_specs_with_images(config), presets.processor(config.model.preset, config.model.path))
-
-
-def _specs_with_images(config: ConfigDict) -> list[EnvSpec]:
-  """The environments of training that show images."""
-  tags = tuple(config.train.tags)
-  return [spec for spec in build.env_specs(config, tags, (1,) * len(tags)) if shows_images(spec)]
-
-
 def visual_columns(config: ConfigDict) -> int:
-  """Columns of the images of an observation of training, of the environment that has most; 0 for text."""
-  processor = presets.processor(config.model.preset, config.model.path)
-  return max((image_columns(spec, processor) for spec in _specs_with_images(config)), default=0)
+  """Columns of the images of an observation of training, of the environment that has most; 0 for text. A call of an
+  agent program is assumed to add one image, the largest."""
+  room = build.trained_images(config)
+  return 0 if room is None else max(own.count * (own.tokens + 2) for own in room.shown)
 
 
 def sampler_images(config: ConfigDict, policy: LanguageModel, rows: int, width: int) -> ImageColumns | None:
   """What fed rows read of images; None for text."""
-  room = planned_room(config)
+  room = build.trained_images(config)
   if room is None:
     return None
   by_rows, whole = row_sharding(policy.mesh), NamedSharding(policy.mesh, PartitionSpec())
@@ -256,7 +243,7 @@ def sampler_plan(config: ConfigDict, policy: LanguageModel, state: TrainState, k
   shards = row_shards(mesh)
   row = capacity.bytes_per_row(
     sampler.cfg, cache_columns(config), compute_dtype(config), mesh.shape['tensor'],
-    image_tokens=fed_image_tokens(config.agent.max_context, planned_room(config)), shards=shards,
+    image_tokens=fed_image_tokens(config.agent.max_context, build.trained_images(config)), shards=shards,
   )  # fmt: skip
   rows = {}
   for phase in ('rollout', 'evaluation'):

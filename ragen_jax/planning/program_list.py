@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from ragen_jax import build, build_agents
 from ragen_jax.agent.sampler_speaker import rows_at_once
 from ragen_jax.distributed.sharding import row_shards
-from ragen_jax.planning.abstract import chunk_columns, episodes, planned_room, prompt_room, sampler_shapes, shape_of
+from ragen_jax.planning.abstract import chunk_columns, episodes, prompt_room, sampler_shapes, shape_of
 from ragen_jax.sampling.draw import GREEDY, Sampling
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.training.batches import BatchingSettings
@@ -50,7 +50,7 @@ def programs(config: ConfigDict, trainer: Trainer, rows: Mapping[str, int]) -> l
 
 def rows(config: ConfigDict, sampler: Sampler) -> dict[str, int]:
   """Rows of the devices in 'rollout' and 'evaluation', as `SamplerSpeaker` chooses them. Every process must call."""
-  limits, room = build.episode_limits(config, []), planned_room(config)
+  limits, room = build.episode_limits(config, []), build.trained_images(config)
   share = sampler.share
   return {
     phase: share.shards * rows_at_once(sampler, limits, episodes(config, phase) // share.shards, room)

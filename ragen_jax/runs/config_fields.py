@@ -69,7 +69,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     'curriculum': ('order', 'iterations', 'window', 'target', 'width', 'explore', 'ema_decay'),
     'serve': (
       'timeout', 'heartbeat', 'max_attempts', 'trained', 'frozen', 'incomplete', 'success_reward', 'success_score',
-      'keep_thoughts', 'bad_calls', 'max_staleness',
+      'keep_thoughts', 'bad_calls', 'max_staleness', 'image_tokens',
     ),
     'prompt': ('text', 'file'),
     'monitor': (
@@ -111,7 +111,10 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'logging': {
     '': ('compilation_cache', 'compile_ahead', 'profile'),
     'checkpoint': ('every', 'keep'),
-    'serve': ('host', 'port', 'model', 'max_queue', 'max_connections', 'max_body', 'grace', 'keep', 'max_concurrency'),
+    'serve': (
+      'host', 'port', 'model', 'max_queue', 'max_connections', 'max_body', 'max_images', 'grace', 'keep',
+      'max_concurrency',
+    ),
     'logging': ('episodes', 'episodes_every', 'trajectories', 'tracker', 'project'),
     'monitor': ('information_every', 'gradients_every', 'max_bad_iterations', 'spike_factor'),
     'sft': ('output', 'save_data', 'eval_every', 'checkpoint_every'),
@@ -147,7 +150,7 @@ BEFORE = {
   'envs.*.fields.difficulty': '', 'curriculum.order': '', 'curriculum.iterations': 0, 'curriculum.window': 0.25,
   'curriculum.target': 0.5, 'curriculum.width': 0.5, 'curriculum.explore': 0.25, 'curriculum.ema_decay': 0.5,
   'algorithm.policy_loss': 'ppo', 'algorithm.tau_pos': 1.0, 'algorithm.tau_neg': 1.05, 'algorithm.dro_beta': 0.05,
-  'algorithm.replay_experts': False,
+  'algorithm.replay_experts': False, 'serve.image_tokens': 1280,
   'agent.request': 'Answer as {form} and nothing else, in at most {max_words} words.',
 }  # fmt: skip
 

@@ -190,9 +190,10 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
 
   Args:
     copies: i32[b, 3], for each copy the row that is read, the row that is replaced, which each at most one copy may
-      be, and the most columns that it keeps. Dropped columns must be text. The hidden state is that of the row that is
-      read, so it is right only if no column is dropped; it is 0 if no column is kept. A `RecurrentState` of which some
-      columns are dropped is not known, so it becomes NaN.
+      be, and the most columns that it keeps. Dropped columns must be text, unless there is a fourth number: the rotary
+      position after the columns that are kept, or -1 if the dropped ones are text. The hidden state is that of the row
+      that is read, so it is right only if no column is dropped; it is 0 if no column is kept. A `RecurrentState` of
+      which some columns are dropped is not known, so it becomes NaN.
   """
   source, target, columns = copies[:, 0], copies[:, 1], copies[:, 2]
   part = take_rows(state, source)
@@ -200,6 +201,9 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
   count = part.count - dropped
   kept = jnp.arange(columns_of(part.cache)) < count[:, None]  # [b, S]
   unknown = (dropped > 0) & (count > 0)
+  rotary = part.rotary - dropped
+  if copies.shape[1] > 3:
+    rotary = jnp.where(copies[:, 3] < 0, rotary, copies[:, 3])
 
   def cut(layer):
     if isinstance(layer, LayerCache):
@@ -216,7 +220,7 @@ def copy_rows(state: SamplerState, copies: jax.Array) -> SamplerState:
     cache=tuple(map(cut, part.cache)),
     count=count,
     draw_position=part.draw_position - dropped,
-    rotary=part.rotary - dropped,
+    rotary=rotary,
     hidden=jnp.where(count[:, None] > 0, part.hidden, 0),
   )
   return put_rows(state, target, part)

@@ -204,8 +204,8 @@ class Sampler:
   def copy_rows(self, state: SamplerState, copies: np.ndarray) -> SamplerState:
     """Copies rows of this process within their shards; see `kv_cache.copy_rows`. `state` is donated.
 
-    `copies` i32[b, 3] are the same number in each shard of this process, with rows numbered within it. A copy of a row
-    to itself that keeps all columns changes nothing.
+    `copies` i32[b, 3] or i32[b, 4] are the same number in each shard of this process, with rows numbered within it. A
+    copy of a row to itself that keeps all columns changes nothing.
     """
     return self.programs['copy'](state, self._place(copies))
 

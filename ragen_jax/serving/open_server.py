@@ -17,6 +17,7 @@ from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, LOOPBACK, Ag
 from ragen_jax.serving.conversation.chat_format import QwenFormat
 from ragen_jax.serving.engine.engine import Engine
 from ragen_jax.serving.engine.engines import Engines, FrozenWeights
+from ragen_jax.serving.engine.eyes import Eyes
 from ragen_jax.serving.http.app import App
 from ragen_jax.serving.http.server import HttpServer
 from ragen_jax.serving.http.service import ServerSettings, Service
@@ -59,11 +60,16 @@ def open_server(
     lifecycle = Lifecycle(store, time.time)
     lifecycle.recover([LOCAL_WORKER])
 
-    def engine(sampler: Sampler, weights: Any, updates: int) -> Engine:
-      return stack.enter_context(Engine(sampler, model.tokenizer, settings.engine, params=weights, version=updates))
+    def engine(sampler: Sampler, weights: Any, updates: int, eyes: Eyes | None) -> Engine:
+      return stack.enter_context(
+        Engine(sampler, model.tokenizer, settings.engine, params=weights, version=updates, eyes=eyes)
+      )
 
-    policy = engine(model.sampler, params, version)
-    others = {name: engine(own.sampler, own.params, own.version) for name, own in frozen.items()}
+    eyes = None
+    if settings.limits.images is not None:
+      eyes = Eyes(model.encoders['policy'], model.model.policy.cfg.vision)
+    policy = engine(model.sampler, params, version, eyes)
+    others = {name: engine(own.sampler, own.params, own.version, eyes and own.eyes) for name, own in frozen.items()}
     engines = Engines(policy, others, settings.frozen)
     chat_format = QwenFormat(model.tokenizer, keep_thoughts=settings.keep_thoughts)
     service = Service(settings, engines, lifecycle, model.tokenizer, chat_format)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from ragen_jax.agent.segments import ImageSpan
 
 # A reward with a name that begins so is a measurement.
 METRIC_PREFIX = 'metrics/'
@@ -41,15 +44,43 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlacedImage:
+  """An image in ids: its placeholders are the columns from `start` to `stop`, and `digest` identifies its pixels."""
+
+  start: int
+  stop: int
+  digest: bytes
+
+  @classmethod
+  def of(cls, span: ImageSpan, offset: int = 0) -> PlacedImage:
+    """The image without its pixels, in ids that begin `offset` columns later."""
+    return cls(span.start - offset, span.stop - offset, span.segment.digest)
+
+
+def marked(ids: Sequence[int], images: Iterable[PlacedImage]) -> np.ndarray:
+  """i64[n]: the ids, with negative numbers in place of the placeholders, which are equal for equal images.
+
+  The columns of an image have the two halves of its digest in turn, so rows that are equal here show the same.
+  """
+  found = np.asarray(ids, np.int64)
+  for image in images:
+    halves = np.frombuffer(image.digest, np.int64) | np.iinfo(np.int64).min
+    found[image.start : image.stop] = np.resize(halves, image.stop - image.start)
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
 class GenerateRequest:
   """A reply that the engine is asked for: to the whole prompt, of which the engine feeds only what no slot holds yet.
 
-  `key` is u32[2], data of the PRNG key of the row; see the engine's module for the draws.
+  `key` is u32[2], data of the PRNG key of the row; see the engine's module for the draws. `images` are those whose
+  placeholders the prompt has.
   """
 
   prompt: tuple[int, ...]
   key: tuple[int, int]
   params: SamplingParams
+  images: tuple[ImageSpan, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +136,7 @@ class StoredCall:
     agent: name of the agent that made it; '' for the default agent.
     trained: whether its tokens may be trained.
     context: ids between the row's previous reply (or its beginning) and this reply.
+    images: those in the context; the store has their pixels by attempt and digest.
     request_digest: digest of the request's body, to recognise a client's retry.
     messages: the conversation with the reply, canonical JSON, for matching later calls and for people.
     new_row_cause: why the call began a new row; '' if it extends one or is the attempt's first.
@@ -122,6 +154,7 @@ class StoredCall:
   request_digest: str
   messages: str
   new_row_cause: str
+  images: tuple[PlacedImage, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from ragen_jax.agent.image_table_sizes import ImageCounts, ImageTableSizes, image_room
+from ragen_jax.agent.image_table_sizes import ImageCounts, ImageTableSizes, image_room, largest_images
 from ragen_jax.agent.sampler_speaker import rows_at_once
 from ragen_jax.envs import Budget, spec
 from ragen_jax.envs.bandit import Bandit
@@ -83,3 +83,10 @@ def test_rows_in_flight_are_chosen_with_the_images_of_a_row():
     rows_at_once(sampler, limits, 16, room)
   # Three images of 16 tokens, or one of 64 with the tokens around it.
   assert asked == [(4, 0), (4, 64)]
+
+
+def test_the_room_of_images_of_any_size_is_that_of_the_largest():
+  (shown,) = largest_images(90, 8).shown
+  assert (shown.size, shown.tokens) == ((9 * 8, 10 * 8), 90)
+  room = largest_images(14, 8)  # 3 x 4 tokens
+  assert room.most_images(2, 57, packed=False) == {(24, 32): 2 * 4} and room.most_tokens(2, 57, packed=False) == 96

@@ -31,10 +31,11 @@ _RUNNER = {**_AGENT, 'envs.Agent.runner': 'env:FrozenLake'}
     ({'serve.slots': 0}, r'^serve\.slots=0: must be at least 1$'),
     *(
       ({f'serve.{name}': 0}, rf'^serve\.{name}=0: must be at least 1$')
-      for name in ('max_attempts', 'max_queue', 'max_connections', 'max_body', 'max_concurrency')
+      for name in ('max_attempts', 'max_queue', 'max_connections', 'max_body', 'max_concurrency', 'image_tokens')
     ),
     ({'serve.heartbeat': -1.0}, r'^serve\.heartbeat=-1\.0: must be at least 0$'),
     ({'serve.keep': 0.0}, r'^serve\.keep=0\.0: must be above 0$'),
+    ({'serve.max_images': -1}, r'^serve\.max_images=-1: must be at least 0$'),
     ({'serve.grace': -1.0}, r'^serve\.grace=-1\.0: must be at least 0$'),
     ({'serve.timeout': 0.0}, r'^serve\.timeout=0\.0: '),
     ({'serve.trained': '('}, r"^serve\.trained='\(': must be a regular expression \(.*\)$"),

@@ -72,3 +72,13 @@ def test_a_plan_with_images_of_many_tokens(tmp_path):
   batch = abstract.abstract_batch(config, trainer, (4, 3400, 30))
   assert [group.shape for group in batch.images.source.groups] == [(4 * 3, 256, 256, 3)]
   lower_gradient(trainer.learner, abstract.abstract_state(trainer), batch)
+
+
+def test_calls_of_programs_are_planned_with_the_largest_image():
+  fields = {'train__tags': ('Agent',), 'eval__tags': ('Agent',), 'agent__max_context': 900}
+  config = small_config(model__preset='qwen3-vl-2b', serve__image_tokens=300, **fields)
+  assert abstract.visual_columns(config) == 17 * 17 + 2
+  config.agent.max_context = 104
+  assert abstract.visual_columns(config) == 10 * 10 + 2
+  config.serve.max_images = 0
+  assert abstract.visual_columns(config) == abstract.visual_columns(small_config(**fields)) == 0

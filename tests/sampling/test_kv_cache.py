@@ -115,6 +115,11 @@ def test_rows_are_copied_whole_or_cut(state):
   chex.assert_trees_all_equal(take_rows(whole, rows[:1]), take_rows(without_rest(state), rows[1:2]))
 
 
+def test_a_row_that_loses_images_has_the_rotary_position_that_is_given(state):
+  after = copy_rows(state, jnp.asarray([[2, 0, 3, 91], [1, 1, 7, -1]]))
+  assert after.count.tolist() == [3, 3, 5] and after.rotary.tolist() == [91, 103, 105]
+
+
 def test_a_copy_takes_no_number_behind_the_columns_that_it_keeps(state):
   """Row 2 has numbers that are not finite from its column 3 on. Row 1 is emptied by a copy to itself."""
   spoilt = jnp.zeros((3, 7), bool).at[2, 3:].set(True).at[1].set(True)[:, :, None, None]

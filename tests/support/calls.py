@@ -32,6 +32,7 @@ class Message:
   role: str
   text: str
   tool_calls: tuple[Call, ...] = ()
+  images: tuple = ()
 
 
 def system(text: str) -> Message:

@@ -1,14 +1,24 @@
-"""Reading images of boards back: the nearest tile at each place."""
+"""Images of boards read back, the nearest tile at each place, and pictures as clients send them."""
 
 from __future__ import annotations
 
+import base64
 import functools
+import io
 from typing import Any
 
 import jax
 import numpy as np
+from PIL import Image
 
 from ragen_jax.envs.base import Environment
+
+
+def data_url(pixels: np.ndarray, kind: str = 'PNG', **options) -> str:
+  """A picture u8[H, W, 3] as a client sends it, without loss unless `kind` and `options` ask for some."""
+  file = io.BytesIO()
+  Image.fromarray(pixels).save(file, kind, **options)
+  return f'data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}'
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))

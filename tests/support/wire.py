@@ -8,9 +8,11 @@ import random
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.serving.conversation.chat_format import QwenFormat
 from ragen_jax.serving.conversation.reply_reader import BadCalls, ReplyReader
 from ragen_jax.serving.types import Finish, Generated, Piece, SamplingParams
+from ragen_jax.serving.wire.images import ImageLimits
 from ragen_jax.serving.wire.results import AnswerContext, Head
 from ragen_jax.serving.wire.spec import CallSpec, RequestLimits
 from tests.support.chat_templates import CALL_TAGS, QWEN3, QWEN3_TAGS, QWEN25, Kind, write_tokenizer
@@ -18,14 +20,20 @@ from tests.support.chat_templates import CHATML_TOKENS as SPECIALS
 
 __all__ = ['CALL_TAGS', 'QWEN3_TAGS', 'SPECIALS']
 
+VISION_TOKENS = ('<|vision_start|>', '<|image_pad|>', '<|vision_end|>')
+# A visual token has 8 x 8 pixels.
+PROCESSOR = ProcessorConfig(4, 2, 2, min_pixels=256, max_pixels=65536, mean=(0.5,) * 3, std=(0.5,) * 3)
+IMAGES = ImageLimits(PROCESSOR, count=3, tokens=64)
+
 TOOL = {'type': 'function', 'function': {'name': 'look', 'parameters': {'type': 'object', 'properties': {}}}}
 DEFAULTS = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_tokens=64, stop=(), top_logprobs=0)
 
 
-def tokenizer(directory: pathlib.Path, tags: tuple[str, ...]) -> ChatTokenizer:
+def tokenizer(directory: pathlib.Path, tags: tuple[str, ...], *, images: bool = False) -> ChatTokenizer:
   """A tokenizer with a token for each byte and tag, and the template of the model family that has such tags."""
   template = QWEN3 if '<think>' in tags else QWEN25 if tags else None
-  return ChatTokenizer(write_tokenizer(directory, Kind(template, SPECIALS, tags, eos='<|im_end|>')))
+  specials = (*SPECIALS, *VISION_TOKENS) if images else SPECIALS
+  return ChatTokenizer(write_tokenizer(directory, Kind(template, specials, tags, eos='<|im_end|>')), images=images)
 
 
 def limits(**changes) -> RequestLimits:

@@ -21,9 +21,10 @@ from ragen_jax.models.vision.tower import Features
 from ragen_jax.utils.alike import made_once
 from ragen_jax.utils.sizes import round_up
 
-# Images of a call of the program, which is compiled for each size of images. The number is always the same, because
-# features of another program differ by rounding, and a resumed run computes features in another order.
-_IMAGES = 16
+# Images of a call of the program, which is compiled for each size of images: as many as have so many tokens, between 1
+# and 16. The number depends on the size only, because features of another program differ by rounding, and a resumed run
+# computes features in another order.
+_IMAGES, _TOKENS = 16, 4096
 # Features of a frozen tower that are kept, in bytes.
 _KEPT_BYTES = 2 * 2**30
 
@@ -97,7 +98,9 @@ class Encoder:
 
   def _encode(self, weights: Any, images: list[np.ndarray]) -> list[Features]:
     """The features of images of one size."""
-    count, found = round_up(_IMAGES, 1 if self._mesh is None else row_shards(self._mesh)), []
+    height, width, _ = images[0].shape
+    count = min(max(_TOKENS * self.processor.factor**2 // (height * width), 1), _IMAGES)
+    count, found = round_up(count, 1 if self._mesh is None else row_shards(self._mesh)), []
     running = None  # the next call is prepared while a call runs; the device holds the features of two calls at most
     for start in [*range(0, len(images), count), None]:
       call = None

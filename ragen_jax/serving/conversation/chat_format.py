@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.chat_template import END_THOUGHT, THOUGHT, Around, Thoughts
+from ragen_jax.agent.segments import ImageSegment, ImageSpan, TextSegment, stripped
 from ragen_jax.agent.tool_format import CALL, END_CALL, FormatText, Part, call_parts
 from ragen_jax.serving.conversation.messages import (
   Message,
@@ -40,8 +41,8 @@ class _Fixed:
   text: str
 
 
-# A part of a prompt: text of any origin, text of the format, or the id of a token of the format.
-_Item = str | _Fixed | int
+# A part of a prompt: text of any origin, text of the format, the id of a token of the format, or an image.
+_Item = str | _Fixed | int | ImageSegment
 
 
 class Family(enum.StrEnum):
@@ -166,8 +167,23 @@ class QwenFormat:
       ids += self._without_tokens(''.join(texts))
       texts.clear()
       if item is not None:
-        ids.append(item)
+        ids += self._tokenizer.image_ids(item.columns) if isinstance(item, ImageSegment) else (item,)
     return tuple(ids)
+
+  def images(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
+    """Where the images of the messages are in the ids of their prompt. Neither texts nor replies have placeholders."""
+    found, start = [], 0
+    for message in messages:
+      for _, image in message.images:
+        start = ids.index(self.placeholder, start)
+        found.append(ImageSpan(image, start, start + image.columns))
+        start += image.columns
+    return tuple(found)
+
+  @property
+  def placeholder(self) -> int | None:
+    """The id that stands for each token of an image; None for a model that reads text only."""
+    return self._tokenizer.placeholder
 
   def _fixed(self, text: str) -> list[_Item]:
     """A text of the format, with its tokens."""
@@ -216,7 +232,10 @@ class QwenFormat:
     items: list[_Item] = []
     for is_tool, run in itertools.groupby(enumerate(messages), key=lambda pair: pair[1].role is Role.TOOL):
       if is_tool:
-        items += self._items(self._tokenizer.tools.result_turn([message.text for _, message in run]))
+        turn = self._tokenizer.tools.result_turn([message for _, message in run])
+        items += [
+          x for part in turn for x in (self._content(part) if isinstance(part, Message) else self._items([part]))
+        ]
         continue
       for i, message in run:
         if message.role is Role.ASSISTANT:
@@ -226,8 +245,13 @@ class QwenFormat:
           items += self._later_system(message.text)
         else:
           around = self._form.around(Role.USER, behind_system=begun and i == 0)
-          items += self._turn(around, self._form.strip(Role.USER, message.text))
+          items += self._turn(around, *self._content(message))
     return items
+
+  def _content(self, message: Message) -> list[_Item]:
+    """The texts and images of a user or a tool, without the white space that the template removes."""
+    content = stripped(message.content) if message.role in self._form.stripped else message.content
+    return [segment.text if isinstance(segment, TextSegment) else segment for segment in content]
 
   def _reply(self, message: Message, *, recent: bool, last: bool) -> list[_Item]:
     """A reply without what stands around it. `recent`: no query follows it; `last`: nothing follows it."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from ragen_jax.agent.segments import ImageSegment, Segments, join
 from ragen_jax.serving.errors import bad_request, wrong_value
+
+# Reads the image of a data URL, which is the value of the field that the second argument names.
+ReadImage = Callable[[Any, str], ImageSegment]
 
 
 class Role(enum.StrEnum):
@@ -39,6 +46,7 @@ class Message:
     text: the content, '' if it is null.
     call_id: the call whose result a tool message is; '' for others.
     reasoning: the thought of an assistant, if the client sent it apart from the content.
+    images: of a user or a tool, in order, each with the number of characters before it.
   """
 
   role: Role
@@ -46,6 +54,16 @@ class Message:
   tool_calls: tuple[ToolCall, ...] = ()
   call_id: str = ''
   reasoning: str = ''
+  images: tuple[tuple[int, ImageSegment], ...] = ()
+
+  @property
+  def content(self) -> Segments:
+    """The texts and images in their order."""
+    ends = [*(at for at, _ in self.images), len(self.text)]
+    texts = [self.text[a:b] for a, b in itertools.pairwise([0, *ends])]
+    return join(
+      texts[0], *(x for (_, image), text in zip(self.images, texts[1:], strict=True) for x in ((image,), text))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +117,25 @@ def canonical(message: Message) -> str:
   """A text that is equal for messages that say the same.
 
   Arguments of calls count as parsed JSON, because some clients write them anew. Ids and reasoning do not count, because
-  some clients drop them.
+  some clients drop them. Images count by their pixels.
   """
   calls = [[call.name, _canonical_arguments(call.arguments)] for call in message.tool_calls]
-  return json.dumps([message.role, message.text, calls], ensure_ascii=False, separators=(',', ':'))
+  images = [[at, image.columns, image.digest.hex()] for at, image in message.images]
+  told = [message.role, message.text, calls, *([images] if images else [])]
+  return json.dumps(told, ensure_ascii=False, separators=(',', ':'))
 
 
-def from_canonical(text: str) -> Message:
-  """The message of a text of `canonical`, without ids and reasoning."""
-  role, content, calls = json.loads(text)
-  return Message(Role(role), content, tuple(ToolCall('', name, arguments) for name, arguments in calls))
+def from_canonical(text: str, pixels: Mapping[bytes, np.ndarray]) -> Message:
+  """The message of a text of `canonical`, without ids and reasoning; `pixels` are those of its images by digest."""
+  role, content, calls, *images = json.loads(text)
+  return Message(
+    Role(role),
+    content,
+    tuple(ToolCall('', name, arguments) for name, arguments in calls),
+    images=tuple(
+      (at, ImageSegment(pixels[bytes.fromhex(digest)], columns)) for own in images for at, columns, digest in own
+    ),
+  )
 
 
 def _canonical_arguments(text: str) -> str:
@@ -122,21 +149,23 @@ def _canonical_arguments(text: str) -> str:
 # -- chat completions --------------------------------------------------------------------------------------------------
 
 
-def from_chat(items: Sequence[Any]) -> tuple[Message, ...]:
-  """The messages of a request to chat/completions; ApiError if there is none, or one is wrong."""
+def from_chat(items: Sequence[Any], read_image: ReadImage | None = None) -> tuple[Message, ...]:
+  """The messages of a request to chat/completions; ApiError if there is none, or one is wrong.
+
+  Without `read_image`, the policy reads no images.
+  """
   if not items:
     raise wrong_value('messages', [], 'at least one message')
-  return tuple(_chat_message(item, f'messages[{i}]') for i, item in enumerate(items))
+  return tuple(_chat_message(item, f'messages[{i}]', read_image) for i, item in enumerate(items))
 
 
-def _chat_message(item: Any, at: str) -> Message:
+def _chat_message(item: Any, at: str, read_image: ReadImage | None) -> Message:
   item = _object(item, at)
-  role = _role(item.get('role'), at)
-  text = read_text(item.get('content'), f'{at}.content')
-  if role is Role.TOOL:
-    return Message(role, text, call_id=_string(item, 'tool_call_id', at))
-  if role is not Role.ASSISTANT:
-    return Message(role, text)
+  message = _read_content(_role(item.get('role'), at), item.get('content'), f'{at}.content', read_image)
+  if message.role is Role.TOOL:
+    return dataclasses.replace(message, call_id=_string(item, 'tool_call_id', at))
+  if message.role is not Role.ASSISTANT:
+    return message
   if item.get('function_call') is not None:
     raise bad_request(f'{at}.function_call', f'{at}.function_call: use tool_calls')
   listed = item.get('tool_calls')
@@ -144,7 +173,7 @@ def _chat_message(item: Any, at: str) -> Message:
     raise wrong_value(f'{at}.tool_calls', listed, 'a list')
   calls = tuple(_chat_call(call, f'{at}.tool_calls[{i}]') for i, call in enumerate(listed or ()))
   reasoning = _string(item, 'reasoning_content', at) or _string(item, 'reasoning', at)
-  return Message(role, text, calls, reasoning=reasoning)
+  return dataclasses.replace(message, tool_calls=calls, reasoning=reasoning)
 
 
 def _chat_call(item: Any, at: str) -> ToolCall:
@@ -172,10 +201,10 @@ def _chat_tool(item: Any, at: str) -> Tool:
 # -- responses ---------------------------------------------------------------------------------------------------------
 
 
-def from_responses(value: Any) -> tuple[Message, ...]:
+def from_responses(value: Any, read_image: ReadImage | None = None) -> tuple[Message, ...]:
   """The messages of `input` in a request to responses; ApiError if there is none, or one is wrong.
 
-  An assistant's message and the calls after it are one message.
+  An assistant's message and the calls after it are one message. Without `read_image`, the policy reads no images.
   """
   if isinstance(value, str):
     return (Message(Role.USER, value),)
@@ -194,10 +223,10 @@ def from_responses(value: Any) -> tuple[Message, ...]:
       turn = messages.pop() if open_turn else Message(Role.ASSISTANT, '')
       messages.append(dataclasses.replace(turn, tool_calls=(*turn.tool_calls, call)))
     elif kind == 'function_call_output':
-      text = read_text(item.get('output'), f'{at}.output')
-      messages.append(Message(Role.TOOL, text, call_id=_string(item, 'call_id', at)))
+      result = _read_content(Role.TOOL, item.get('output'), f'{at}.output', read_image)
+      messages.append(dataclasses.replace(result, call_id=_string(item, 'call_id', at)))
     elif kind == 'message':
-      messages.append(Message(_role(item.get('role'), at), read_text(item.get('content'), f'{at}.content')))
+      messages.append(_read_content(_role(item.get('role'), at), item.get('content'), f'{at}.content', read_image))
     else:
       raise wrong_value(f'{at}.type', kind, 'message, function_call, function_call_output or reasoning')
     open_turn = messages[-1].role is Role.ASSISTANT
@@ -223,32 +252,49 @@ def _responses_tool(item: Any, at: str) -> Tool:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 _TEXT_PARTS = ('text', 'input_text', 'output_text')
+_IMAGE_PARTS = ('image_url', 'input_image')
+# Other values ask for fewer tokens than the model's processor makes, or for more.
+_DETAILS = (None, 'auto', 'high')
 
 
-def read_text(content: Any, at: str) -> str:
-  """The text of a content: a string, null, or a list of text parts, which are joined; ApiError for anything else, such
-  as an image."""
-  if content is None:
-    return ''
-  if isinstance(content, str):
-    return content
+def _read_content(role: Role, content: Any, at: str, read_image: ReadImage | None) -> Message:
+  """A message with a content: a string, null, or a list of parts, texts and images, whose texts are joined.
+
+  ApiError for anything else, and for images of others than users and tools.
+  """
+  if content is None or isinstance(content, str):
+    return Message(role, content or '')
   if not isinstance(content, list):
     raise wrong_value(at, content, 'a text, null or a list of text parts')
-  return ''.join(_part_text(part, f'{at}[{i}]') for i, part in enumerate(content))
+  text, images = '', []
+  for i, part in enumerate(content):
+    here = f'{at}[{i}]'
+    part = _object(part, here)
+    kind = part.get('type')
+    if kind in _TEXT_PARTS:
+      if not isinstance(part.get('text'), str):
+        raise wrong_value(f'{here}.text', part.get('text'), 'a text')
+      text += part['text']
+    elif kind in _IMAGE_PARTS and read_image is not None:
+      if role not in (Role.USER, Role.TOOL):
+        raise bad_request(here, f'{here}.type={kind!r}: images are in messages of the user and of tools only')
+      images.append((len(text), _image(part, here, read_image)))
+    elif kind != 'refusal':
+      allowed = 'text; the policy reads no images, audio or files' if read_image is None else 'text or an image'
+      raise bad_request(here, f'{here}.type={kind!r:.40}: must be {allowed}', 'unsupported_content')
+  return Message(role, text, images=tuple(images))
 
 
-def _part_text(part: Any, at: str) -> str:
-  part = _object(part, at)
-  kind = part.get('type')
-  if kind == 'refusal':
-    return ''
-  if kind not in _TEXT_PARTS:
-    raise bad_request(
-      at, f'{at}.type={kind!r:.40}: must be text; the policy reads no images, audio or files', 'unsupported_content'
-    )
-  if not isinstance(part.get('text'), str):
-    raise wrong_value(f'{at}.text', part.get('text'), 'a text')
-  return part['text']
+def _image(part: dict[str, Any], at: str, read_image: ReadImage) -> ImageSegment:
+  """The image of a part of chat/completions, {"image_url": {"url", "detail"}}, or of responses, {"image_url",
+  "detail"}."""
+  value, where = part.get('image_url'), f'{at}.image_url'
+  if isinstance(value, dict):
+    part, value, at, where = value, value.get('url'), where, f'{where}.url'
+  if part.get('detail') not in _DETAILS:
+    allowed = "'auto' or 'high': images have the size that the model's processor gives them"
+    raise wrong_value(f'{at}.detail', part['detail'], allowed)
+  return read_image(value, where)
 
 
 _ROLES = {**{str(role): role for role in Role}, 'developer': Role.SYSTEM}

@@ -26,10 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from ragen_jax.agent.segments import ImageSpan
 from ragen_jax.serving.conversation.chat_format import QwenFormat
 from ragen_jax.serving.conversation.matching import NO_MESSAGES, Conversation, ReplyIndex, SampledReply
 from ragen_jax.serving.conversation.messages import Message
-from ragen_jax.serving.types import Finish, Generated, SamplingParams, StoredCall
+from ragen_jax.serving.types import Finish, Generated, PlacedImage, SamplingParams, StoredCall, marked
 
 # Why a call begins a new row, in the order in which the causes are looked for.
 NEW_ROW_CAUSES = (
@@ -63,6 +64,7 @@ class Plan:
     aborted: number of aborted calls with the same prompt. A caller that draws with a key of the row folds it in, so
       that a client that stops a reply and asks again does not get the same reply.
     shared: number of messages that the prompt shares with the parent's prompt.
+    images: those of the prompt.
   """
 
   prompt: tuple[int, ...]
@@ -78,6 +80,7 @@ class Plan:
   aborted: int
   shared: int
   conversation: Conversation
+  images: tuple[ImageSpan, ...] = ()
 
 
 class Session:
@@ -87,7 +90,7 @@ class Session:
     self.attempt_id = attempt_id
     self.calls: list[StoredCall] = []
     self._format = chat_format
-    self._rows: dict[int, bytes] = {}  # ordinal -> i32 ids
+    self._rows: dict[int, bytes] = {}  # ordinal -> ids, see `types.marked`
     self._running: dict[Plan, None] = {}
     self._replies: dict[str, SampledReply] = {}  # by call id
     self._index = ReplyIndex()
@@ -130,9 +133,10 @@ class Session:
     if parent is not None:
       following = self._format.following(messages[count:], tools, options, closed=parent.closed)
     if following is not None:
-      prompt = _ids(self._rows[parent.row])[: parent.end] + tuple(following)
+      prompt = self._ids(parent) + tuple(following)
     else:
       prompt = tuple(self._format.render(messages, tools, options))
+    images = self._format.images(prompt, messages) if any(m.images for m in messages) else ()
 
     def cause() -> str:
       if parent is not None and following is None:
@@ -144,11 +148,11 @@ class Session:
       return '' if parent is None else 'fork'
 
     request = self._request(agent, digest, choices, conversation)
-    return self._reserve(prompt, parent, cause, request)
+    return self._reserve(prompt, parent, cause, request, images)
 
   def plan_ids(self, ids: Sequence[int], *, agent: str, digest: str, choices: int) -> tuple[Plan, ...]:
     """Plans a request whose prompt is given in ids; arguments and result as in `plan`."""
-    packed = _bytes(ids)
+    packed = _bytes(ids, ())
     continued = [r for r in self._replies.values() if packed.startswith(self._rows[r.row][: _SIZE * r.end])]
     parent = max(continued, key=lambda r: (r.end, r.request, -r.choice), default=None)
     request = self._request(agent, digest, choices, NO_MESSAGES)
@@ -179,6 +183,7 @@ class Session:
     if plan not in self._running:
       raise ValueError(f'the plan of call {call_id} is not reserved in the session of attempt {self.attempt_id}')
     del self._running[plan]
+    before = len(plan.prompt) - len(plan.context)  # columns of the row
     told = {
       'parent': plan.parent,
       'shared': plan.shared,
@@ -204,6 +209,7 @@ class Session:
       request_digest=plan.digest,
       messages=json.dumps(told, ensure_ascii=False),
       new_row_cause=plan.cause,
+      images=tuple(PlacedImage.of(span, before) for span in plan.images if span.start >= before),
     )
     self._record(call)
     return call
@@ -216,6 +222,11 @@ class Session:
 
   # -- private ---------------------------------------------------------------------------------------------------------
 
+  def _ids(self, reply: SampledReply) -> tuple[int, ...]:
+    """The ids of a row up to the end of a reply."""
+    packed = np.frombuffer(self._rows[reply.row], np.int64, reply.end)
+    return tuple(self._format.placeholder if i < 0 else i for i in packed.tolist())
+
   def _request(self, agent: str, digest: str, choices: int, conversation: Conversation) -> dict[str, Any]:
     """Numbers a request. Returns the fields that its plans have in common."""
     number = self._requests
@@ -225,11 +236,12 @@ class Session:
     }  # fmt: skip
 
   def _reserve(
-    self, prompt: tuple[int, ...], parent: SampledReply | None, cause: Callable[[], str], request: dict[str, Any]
-  ) -> tuple[Plan, ...]:
+    self, prompt: tuple[int, ...], parent: SampledReply | None, cause: Callable[[], str], request: dict[str, Any],
+    images: tuple[ImageSpan, ...] = (),
+  ) -> tuple[Plan, ...]:  # fmt: skip
     """A plan for each choice of a request that continues `parent`; `cause` gives the cause of a new row as far as it
     follows from the messages, or ''."""
-    packed, plans = _bytes(prompt), []
+    packed, plans = _bytes(prompt, map(PlacedImage.of, images)), []
     fed = _digest(packed)
     for choice in range(request['choices']):
       reserved = {p.row for p in self._running}
@@ -241,7 +253,7 @@ class Session:
       else:
         row = next(r for r in range(len(self._rows) + len(reserved) + 1) if r not in self._rows and r not in reserved)
         start, why = 0, ''
-        if fed in self._fed or any(p.prompt == prompt for p in self._running):
+        if fed in self._fed or any(p.prompt == prompt and p.images == images for p in self._running):
           why = 'repeated'
         elif begun:
           why = 'parallel'
@@ -257,6 +269,7 @@ class Session:
         choice=choice,
         aborted=self._aborted[fed],
         shared=0 if parent is None or not request['conversation'].texts else len(parent.conversation.texts),
+        images=images,
         **request,
       )
       self._running[plan] = None
@@ -268,13 +281,13 @@ class Session:
     told, generated = json.loads(call.messages), call.generated
     self.calls.append(call)
     self._requests = max(self._requests, told['request'] + 1)
-    prompt = self._rows.get(call.row, b'') + _bytes(call.context)
+    prompt = self._rows.get(call.row, b'') + _bytes(call.context, call.images)
     if generated.finish == Finish.ABORTED:
       self._aborted[_digest(prompt)] += 1
       return
     self._fed.add(_digest(prompt))
     self._agents.add(call.agent)
-    self._rows[call.row] = row = prompt + _bytes(generated.ids)
+    self._rows[call.row] = row = prompt + _bytes(generated.ids, ())
     parent = self._replies.get(told['parent'])
     before = parent.conversation if told['shared'] else NO_MESSAGES
     reply = SampledReply(
@@ -298,15 +311,11 @@ class Session:
       self._index.add(reply)
 
 
-_SIZE = 4  # bytes of an id
+_SIZE = 8  # bytes of an id
 
 
-def _ids(packed: bytes) -> tuple[int, ...]:
-  return tuple(np.frombuffer(packed, np.int32).tolist())
-
-
-def _bytes(ids: Sequence[int]) -> bytes:
-  return np.asarray(ids, np.int32).tobytes()
+def _bytes(ids: Sequence[int], images: Iterable[PlacedImage]) -> bytes:
+  return marked(ids, images).tobytes()
 
 
 def _digest(packed: bytes) -> bytes:

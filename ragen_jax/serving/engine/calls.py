@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.sampling.decode import Reply
+from ragen_jax.serving.engine.eyes import RowImages
 from ragen_jax.serving.engine.text import ReplyText
-from ragen_jax.serving.types import Finish, Generated, GenerateRequest, Piece
+from ragen_jax.serving.types import Finish, Generated, GenerateRequest, Piece, PlacedImage, marked
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ class Call:
   """A call from its submission to its end.
 
   Attributes:
+    prompt: i64[n], see `types.marked`.
+    images: of the prompt; None for text.
     budget: the most tokens of the reply, by the request and by the context.
     ids: the ids of the reply so far.
     cached: tokens of the prompt that were not fed.
@@ -37,10 +41,12 @@ class Call:
     decode: Callable[[Sequence[int]], str],
     on_piece: Callable[[Piece], None],
     on_done: Callable[[Generated | BaseException], None],
+    vision: VisionConfig | None = None,
   ):
-    """A call that has no slot yet; see `Engine.submit`."""
+    """A call that has no slot yet; see `Engine.submit`. A request with images needs `vision`."""
     self.request = request
-    self.prompt = np.asarray(request.prompt, np.int32)  # [n]
+    self.prompt = marked(request.prompt, map(PlacedImage.of, request.images))
+    self.images = RowImages(request.prompt, request.images, vision) if request.images else None
     self.budget = budget
     self.ids: list[int] = []
     self.cached = 0

@@ -12,6 +12,7 @@ import numpy as np
 from ragen_jax.sampling.draw import RowSampling
 from ragen_jax.sampling.sampler import Reply, Sampler, SamplerState, changed_weights
 from ragen_jax.serving.engine.calls import TOP_LOGPROBS
+from ragen_jax.serving.engine.eyes import Eyes, Shown
 from ragen_jax.utils.errors import UserError
 
 # Sub-batches have 1, 4, 16, ... rows of a shard.
@@ -20,11 +21,13 @@ _GROWTH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Feed:
-  """Ids for a row, i32[n], at most as many as the width of the program; the row is emptied first if `begins`."""
+  """Ids for a row, i32[n], at most as many as the width of the program; the row is emptied first if `begins`. `shown`
+  are the images among them; None for text."""
 
   row: int
   ids: np.ndarray
   begins: bool
+  shown: Shown | None = None
 
 
 class DeviceRows:
@@ -36,10 +39,14 @@ class DeviceRows:
     row_steps: rows times steps of the programs that sampled.
   """
 
-  def __init__(self, sampler: Sampler, params: Any, *, rows: int, columns: int, chunk: int, widths: Sequence[int]):
+  def __init__(
+    self, sampler: Sampler, params: Any, *, rows: int, columns: int, chunk: int, widths: Sequence[int],
+    eyes: Eyes | None = None,
+  ):  # fmt: skip
     """Makes the cache for weights of the `ActorCritic`, as they are trained.
 
     Args:
+      eyes: the vision tower; None for a model of text.
       columns: of a row: those that hold tokens, and those that a program writes behind them.
       chunk: columns of a call of `decode`.
       widths: columns of the programs that feed prompts. The smallest feeds all rows at once. A wider program feeds as
@@ -55,7 +62,7 @@ class DeviceRows:
       raise UserError(f'slots={rows}: must be a multiple of {share.shards}, the number of shards of the mesh')
     self.widths = tuple(sorted(set(widths)))
     self.fed_columns = self.row_steps = 0
-    self._sampler = sampler
+    self._sampler, self._eyes = sampler, eyes
     self._shards, self._own = share.shards, rows // share.shards
     self._chunk = chunk
     self._size = columns
@@ -111,16 +118,25 @@ class DeviceRows:
     most = self._sizes[width][-1]
     by_shard = [[f for f in feeds if f.row // self._own == shard] for shard in range(self._shards)]
     for start in range(0, max(map(len, by_shard)), most):
-      self._extend([f for part in by_shard for f in part[start : start + most]], width)
+      own = [f for part in by_shard for f in part[start : start + most]]
+      self._extend(own, width, any(f.shown for f in own))
 
-  def _extend(self, feeds: Sequence[Feed], width: int) -> None:
+  def _extend(self, feeds: Sequence[Feed], width: int, sees: bool) -> None:
     batch = self._batch([f.row for f in feeds], self._sizes[width])
     tokens = np.zeros((batch.size, width), np.int32)
     count, begins = np.zeros((batch.size,), np.int32), np.zeros((batch.size,), bool)
     for i, f in zip(batch.at, feeds, strict=True):
       tokens[i, : len(f.ids)] = f.ids
       count[i], begins[i] = len(f.ids), f.begins
-    self._state = self._sampler.extend(self._weights, self._state, tokens, count, begins, rows=batch.taken)
+    images = None
+    if sees:
+      shown: list[Shown | None] = [None] * batch.size
+      for i, f in zip(batch.at, feeds, strict=True):
+        shown[i] = f.shown
+      images = self._eyes.columns(self._weights['policy']['visual'], shown, width)
+    self._state = self._sampler.extend(
+      self._weights, self._state, tokens, count, begins, rows=batch.taken, images=images
+    )
     self.fed_columns += tokens.size
 
   def _batch(self, rows: Sequence[int], sizes: Sequence[int]) -> _Batch:
@@ -138,15 +154,18 @@ class DeviceRows:
       at |= {shard * self._own + row: shard * size + i for i, row in enumerate(own)}
     return _Batch(self._shards * size, taken.reshape(-1), np.asarray([at[row] for row in rows], np.int32))
 
-  def copy(self, source: int, target: int, columns: int) -> None:
-    """Gives a row the first `columns` columns of a row of the same shard, which may be itself."""
-    copies = np.asarray([(0, 0, self._size)] * self._shards, np.int32)
-    copies[target // self._own] = source % self._own, target % self._own, columns
+  def copy(self, source: int, target: int, columns: int, rotary: int = -1) -> None:
+    """Gives a row the first `columns` columns of a row of the same shard, which may be itself.
+
+    `rotary` is the rotary position after them; -1 if the columns behind them are text.
+    """
+    copies = np.asarray([(0, 0, self._size, -1)] * self._shards, np.int32)
+    copies[target // self._own] = source % self._own, target % self._own, columns, rotary
     self._state = self._sampler.copy_rows(self._state, copies)
 
   def clear(self, row: int) -> None:
     """Empties a row, and leaves no number in it."""
-    self.copy(row, row, 0)
+    self.copy(row, row, 0, 0)
 
   def decode(
     self, rows: Sequence[int], keys: np.ndarray, budget: np.ndarray, sampling: RowSampling, *, alternatives: bool
@@ -189,7 +208,8 @@ class DeviceRows:
     fed_columns = self.fed_columns
     for width in self.widths:
       for size in self._sizes[width]:
-        self._extend([Feed(i, np.zeros((0,), np.int32), False) for i in range(size)], width)
+        for sees in (False, True) if self._eyes else (False,):
+          self._extend([Feed(i, np.zeros((0,), np.int32), False) for i in range(size)], width, sees)
     self.fed_columns = fed_columns
     self.copy(0, 0, self._size)
     for size, alternatives in [*((n, False) for n in self._decode_sizes), (1, True)]:

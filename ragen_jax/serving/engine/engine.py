@@ -26,6 +26,7 @@ from typing import Any
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.serving.engine.calls import Call, check_request
+from ragen_jax.serving.engine.eyes import Eyes
 from ragen_jax.serving.engine.scheduler import Scheduler
 from ragen_jax.serving.engine.settings import EngineSettings, EngineStats
 from ragen_jax.serving.errors import EngineStopped, QueueFull
@@ -64,14 +65,16 @@ class Engine:
   """
 
   def __init__(
-    self, sampler: Sampler, tokenizer: ChatTokenizer, settings: EngineSettings, *, params: Any, version: int
-  ):
+    self, sampler: Sampler, tokenizer: ChatTokenizer, settings: EngineSettings, *, params: Any, version: int,
+    eyes: Eyes | None = None,
+  ):  # fmt: skip
     """Makes the cache and starts the thread.
 
     Args:
       params: weights of the `ActorCritic`, as they are trained. The engine may hold these very arrays until other
         weights are set: before an update that donates them, `pause`, and `set_weights` before `resume`.
       version: of the weights, recorded for each token.
+      eyes: the vision tower; None for a model of text.
 
     Raises:
       UserError: the rows do not fit into the memory or the mesh, or there are several processes.
@@ -79,7 +82,8 @@ class Engine:
     self.settings = settings
     self._sampler = sampler
     self._decode_text = tokenizer.decode
-    self._scheduler = Scheduler(sampler, settings, params, version)
+    self._vision = eyes and eyes.vision
+    self._scheduler = Scheduler(sampler, settings, params, version, eyes)
     self._cancelled_in_queue = 0
     self._busy_seconds = 0.0
     # What other threads see, under the lock of `_changed`.
@@ -115,14 +119,16 @@ class Engine:
     replies wait for them. A listener that raises ends its reply as aborted.
 
     Raises:
-      ValueError: a number is out of its range, or the prompt is too long.
+      ValueError: a number is out of its range, the prompt is too long, or it has images that nobody sees.
       QueueFull: `max_queue` calls wait already.
       EngineStopped: there is no engine any more.
     """
     context = self.settings.max_context
     check_request(request, max_context=context, vocab_limit=self._sampler.vocab_limit)
+    if request.images and self._vision is None:
+      raise ValueError('images: the agent plays with weights that read no images')
     budget = min(request.params.max_tokens, context - len(request.prompt))
-    call = Call(request, budget, self._decode_text, on_piece, on_done)
+    call = Call(request, budget, self._decode_text, on_piece, on_done, self._vision)
     with self._changed:
       self._check_alive()
       if len(self._queue) + len(self._scheduler.calls) >= self.settings.max_queue + self.settings.slots:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.serving.engine.engine import Engine
+from ragen_jax.serving.engine.eyes import Eyes
 from ragen_jax.serving.engine.settings import EngineStats
 
 
@@ -19,11 +20,13 @@ class FrozenWeights:
   Attributes:
     sampler: the programs of the model's structure; the policy's, if it is the same.
     params: weights of the `ActorCritic`, in the types that `Sampler.decode_weights` gives.
+    eyes: the vision tower; None for a model that reads text, or other images than the policy.
   """
 
   sampler: Sampler
   params: Any
   version: int
+  eyes: Eyes | None = None
 
 
 class Engines:

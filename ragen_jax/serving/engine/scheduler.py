@@ -16,6 +16,7 @@ from ragen_jax.sampling.draw import RowSampling
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.serving.engine.calls import Call
 from ragen_jax.serving.engine.device_rows import DeviceRows, Feed
+from ragen_jax.serving.engine.eyes import Eyes
 from ragen_jax.serving.engine.settings import EngineSettings
 from ragen_jax.serving.engine.slots import Slot, SlotTable
 from ragen_jax.serving.types import Finish
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 class Scheduler:
   """The calls that have a slot, by the index of the slot; `version` is that of the weights."""
 
-  def __init__(self, sampler: Sampler, settings: EngineSettings, params: Any, version: int):
+  def __init__(self, sampler: Sampler, settings: EngineSettings, params: Any, version: int, eyes: Eyes | None = None):
     self.rows = DeviceRows(
       sampler,
       params,
@@ -34,12 +35,14 @@ class Scheduler:
       columns=settings.columns,
       chunk=settings.chunk,
       widths=settings.widths,
+      eyes=eyes,
     )
     self.calls: dict[int, Call] = {}
     self.version = version
     self.counts: collections.Counter[str] = collections.Counter()
     self._warned: int | None = None  # the last version whose numbers were not finite
     self._stop_ids = sampler.stop_ids
+    self._placeholder = eyes.vision.image_token_id if eyes else 0
     self._table = SlotTable(
       settings.slots,
       sampler.share.shards,
@@ -82,7 +85,8 @@ class Scheduler:
     if placement is None:
       return False
     if placement.copies:
-      self.rows.copy(placement.source.index, placement.slot.index, placement.kept)
+      rotary = call.images.rotary(placement.kept) if call.images else placement.kept
+      self.rows.copy(placement.source.index, placement.slot.index, placement.kept, rotary)
       self.counts['copies'] += 1
     self._table.begin(placement, call.prompt)
     call.cached = placement.kept
@@ -99,12 +103,18 @@ class Scheduler:
       by_width.setdefault(self.rows.width_for(slot.length, len(slot.pending)), []).append(slot)
     for width, group in sorted(by_width.items()):
       pieces = [slot.pending[:width] for slot in group]
-      feeds = [Feed(slot.index, ids, begins=slot.length == 0) for slot, ids in zip(group, pieces, strict=True)]
-      self.rows.feed(feeds, width)
+      self.rows.feed([self._fed(slot, ids) for slot, ids in zip(group, pieces, strict=True)], width)
       for slot, ids in zip(group, pieces, strict=True):
         slot.append(ids)
         slot.pending = slot.pending[len(ids) :]
         self.counts['fed_tokens'] += len(ids)
+
+  def _fed(self, slot: Slot, ids: np.ndarray) -> Feed:
+    """What a slot is fed for these columns of its row."""
+    call = self.calls[slot.index]
+    shown = call.images.piece(slot.length, slot.length + len(ids)) if call.images else None
+    ids = ids if shown is None else np.where(ids < 0, self._placeholder, ids)
+    return Feed(slot.index, ids, begins=slot.length == 0, shown=shown)
 
   def sample(self) -> None:
     """Samples a chunk for slots whose prompts are complete, takes it, and returns when the device is idle."""

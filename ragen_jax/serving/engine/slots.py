@@ -16,7 +16,7 @@ class Slot:
 
   Attributes:
     shard: the shard of the mesh that holds it; rows are copied within a shard only.
-    row: i32[max_context], the ids of the first `length` columns.
+    row: i64[max_context], the ids of the first `length` columns, see `types.marked`.
     length: columns that are valid.
     columns: columns that the device counts; those behind `length` must be dropped before others are added.
     current: the device's hidden state is that of the last valid column, so that the next token can be drawn from it.
@@ -32,7 +32,7 @@ class Slot:
   length: int = 0
   columns: int = 0
   current: bool = False
-  pending: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0,), np.int32))
+  pending: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0,), np.int64))
   busy: bool = False
   spoilt: bool = False
   used: int = 0
@@ -81,7 +81,7 @@ class SlotTable:
     """
     size = slots // shards
     self._cuts = cuts
-    self.slots = [Slot(i, i // size, np.zeros((max_context,), np.int32)) for i in range(slots)]
+    self.slots = [Slot(i, i // size, np.zeros((max_context,), np.int64)) for i in range(slots)]
     self._worth = worth
     self._clock = 0
 
@@ -98,7 +98,7 @@ class SlotTable:
     return [s for s in self.slots if s.busy and not len(s.pending)]
 
   def place(self, prompt: np.ndarray) -> Placement | None:
-    """The slot for a prompt i32[n], so that as little of it as possible is fed.
+    """The slot for a prompt i64[n], see `types.marked`, so that as little of it as possible is fed.
 
     A free slot that holds nothing but a beginning of the prompt is continued. Otherwise the least recently used slot is
     overwritten, with a copy of the row that has the longest beginning in common if that is worth it. A slot that holds
@@ -152,7 +152,7 @@ class SlotTable:
       slot.row[:kept] = source.row[:kept]
       slot.columns = kept
     slot.length = kept
-    slot.pending = np.asarray(prompt[kept:], np.int32)
+    slot.pending = np.asarray(prompt[kept:], np.int64)
     slot.busy = True
 
   def end(self, slot: Slot, length: int) -> None:

@@ -30,11 +30,13 @@ from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.wire import sse
 from ragen_jax.serving.wire.answers import ENDPOINTS
 from ragen_jax.serving.wire.body import read_json
-from ragen_jax.serving.wire.spec import Kind, header_warnings
+from ragen_jax.serving.wire.spec import CallSpec, Kind, header_warnings
 
 _BODY_S = 60.0  # a body must have arrived after so many seconds
 # A client hears that its body is too large only after it has sent all of it; so many further bytes are read.
 _MOST_DROPPED = 1 << 28
+# Requests whose pictures are read at a time.
+_MOST_READ = 2
 # A whole answer that takes longer begins with white space, so that no time limit for silence ends it.
 SILENCE_S = 15.0
 
@@ -50,6 +52,7 @@ class App:
     seconds that it will come."""
     self._settings, self._service = service.settings, service
     self._admin_key, self._stats, self._silence_s = admin_key, stats, silence_s
+    self._reading = asyncio.Semaphore(_MOST_READ)
     self._statuses: dict[tuple[str, int], int] = {}
     self._api = api = rollout_api.RolloutApi(service.lifecycle, service.forget, service.settings)
     calls = {'chat/completions': Kind.CHAT, 'completions': Kind.COMPLETIONS, 'responses': Kind.RESPONSES}
@@ -172,7 +175,7 @@ class App:
     async def call(http: Request) -> Response:
       access = await self._access(http)
       raw = await self._raw(http)
-      spec = ENDPOINTS[kind].parse(read_json(raw, self._settings.max_body), self._settings.limits)
+      spec = await self._read(kind, raw)
       own_key = http.headers.get('idempotency-key', '')
       repeated = bool(own_key) or http.headers.get('x-stainless-retry-count', '0') not in ('', '0')
       digest = request_digest(str(kind), raw, own_key)
@@ -181,6 +184,18 @@ class App:
       return await (self._stream(pending, headers) if spec.stream else self._whole(http, pending, headers))
 
     return call
+
+  async def _read(self, kind: Kind, raw: bytes) -> CallSpec:
+    """A request; one that may have images in a thread, few at a time, since pictures take time and memory."""
+    settings = self._settings
+
+    def read() -> CallSpec:
+      return ENDPOINTS[kind].parse(read_json(raw, settings.max_body), settings.limits)
+
+    if settings.limits.images is None or b'image' not in raw:
+      return read()
+    async with self._reading:
+      return await asyncio.to_thread(read)
 
   async def _stream(self, pending: Pending, headers: dict[str, str]) -> Response:
     stream = ENDPOINTS[pending.spec.kind].stream(self._service.context(pending))

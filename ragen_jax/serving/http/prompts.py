@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from ragen_jax.agent.segments import Encoded
 from ragen_jax.serving import errors
 from ragen_jax.serving.conversation.chat_format import QwenFormat
 from ragen_jax.serving.conversation.messages import Message, Role, from_canonical
@@ -11,33 +15,38 @@ from ragen_jax.serving.conversation.sessions import Plan, Session
 from ragen_jax.serving.wire.spec import CallSpec, Kind
 
 
-def plan(chat_format: QwenFormat, session: Session, spec: CallSpec, digest: str) -> list[Plan]:
+def plan(
+  chat_format: QwenFormat, session: Session, spec: CallSpec, digest: str,
+  pixels: Mapping[bytes, np.ndarray] = types.MappingProxyType({}),
+) -> list[Plan]:  # fmt: skip
   """A plan for each reply of a request of an attempt, prompt by prompt; see `Session.plan`. ApiError if the request
-  continues a response that the attempt does not have."""
+  continues a response that the attempt does not have. `pixels` are those of the images of that response, by digest.
+  """
   if spec.kind is Kind.COMPLETIONS:
     prompts = [_ids(chat_format, p) for p in spec.prompts]
     return [p for ids in prompts for p in session.plan_ids(ids, agent=spec.agent, digest=digest, choices=spec.n)]
   return list(
     session.plan(
-      _conversation(session, spec), tools=spec.tools, options=spec.template, agent=spec.agent, digest=digest,
+      _conversation(session, spec, pixels), tools=spec.tools, options=spec.template, agent=spec.agent, digest=digest,
       choices=spec.n, previous=spec.previous_response_id,
     )
   )  # fmt: skip
 
 
-def outside(chat_format: QwenFormat, spec: CallSpec) -> list[tuple[int, ...]]:
-  """The ids of the prompt of each reply of a request outside of attempts; ApiError if the request continues a response,
-  since none is stored there."""
+def outside(chat_format: QwenFormat, spec: CallSpec) -> list[Encoded]:
+  """The prompt of each reply of a request outside of attempts; ApiError if the request continues a response, since none
+  is stored there."""
   if spec.previous_response_id:
     raise _unknown_response(spec.previous_response_id)
   if spec.kind is Kind.COMPLETIONS:
-    prompts = [_ids(chat_format, p) for p in spec.prompts]
+    prompts = [Encoded(_ids(chat_format, p)) for p in spec.prompts]
   else:
-    prompts = [tuple(chat_format.render(spec.messages, spec.tools, spec.template))]
+    ids = tuple(chat_format.render(spec.messages, spec.tools, spec.template))
+    prompts = [Encoded(ids, chat_format.images(ids, spec.messages))]
   return [p for p in prompts for _ in range(spec.n)]
 
 
-def _conversation(session: Session, spec: CallSpec) -> Sequence[Message]:
+def _conversation(session: Session, spec: CallSpec, pixels: Mapping[bytes, np.ndarray]) -> Sequence[Message]:
   """The messages of a request, behind those of the response that it continues.
 
   A system message of the request replaces the earlier one, which otherwise stays, unlike OpenAI's, so that the request
@@ -52,14 +61,19 @@ def _conversation(session: Session, spec: CallSpec) -> Sequence[Message]:
     texts = ()
   if not texts:
     raise _unknown_response(previous)
-  earlier = [from_canonical(text) for text in texts]
+  earlier = [from_canonical(text, pixels) for text in texts]
   if spec.messages[0].role is Role.SYSTEM and earlier[0].role is Role.SYSTEM:
     return [spec.messages[0], *earlier[1:], *spec.messages[1:]]
   return [*earlier, *spec.messages]
 
 
 def _ids(chat_format: QwenFormat, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-  return chat_format.encode_untrusted(prompt) if isinstance(prompt, str) else prompt
+  if isinstance(prompt, str):
+    return chat_format.encode_untrusted(prompt)
+  if chat_format.placeholder in prompt:
+    message = f'prompt: has the id {chat_format.placeholder}, which stands for an image: images are in messages only'
+    raise errors.bad_request('prompt', message, 'unsupported_content')
+  return prompt
 
 
 def _unknown_response(call_id: str) -> errors.ApiError:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+from ragen_jax.agent.segments import ImageSpan
 from ragen_jax.serving import errors
 from ragen_jax.serving.conversation.sessions import Plan
 from ragen_jax.serving.engine.engine import Engine
@@ -106,12 +107,14 @@ class PlannedReply:
     plan: of the attempt's session; None outside of attempts.
     prompt_text: the prompt that completions repeat; '' unless asked for.
     key: u32[2], data of the PRNG key of its row.
+    images: those of the prompt.
   """
 
   plan: Plan | None
   prompt: tuple[int, ...]
   prompt_text: str
   key: tuple[int, int]
+  images: tuple[ImageSpan, ...] = ()
 
 
 class RunningRequests:
@@ -160,7 +163,8 @@ class RunningRequests:
         _on_loop(loop, lambda: done.done() or done.set_result(outcome))
 
       try:
-        tickets.append(engine.submit(GenerateRequest(reply.prompt, reply.key, pending.params), on_piece, on_done))
+        request = GenerateRequest(reply.prompt, reply.key, pending.params, reply.images)
+        tickets.append(engine.submit(request, on_piece, on_done))
       except (ValueError, QueueFull, EngineStopped) as e:
         for ticket in tickets:
           ticket.cancel()

@@ -17,7 +17,9 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.sampling.sampler import Sampling
@@ -122,6 +124,10 @@ class Service:
     self._check_names(spec)
     if access.attempt is None:
       return self._begin_outside(spec)
+    pixels: Mapping[bytes, np.ndarray] = {}
+    if spec.previous_response_id and self.settings.limits.images is not None:
+      ask = self.lifecycle.store.ask
+      pixels = await asyncio.to_thread(ask, Tables.images, access.attempt.attempt_id)
     open_ = await self._sessions.open(access.attempt)
     if repeated:
       known = open_.unfollowed(digest) or await self._recorded(access, spec, digest)
@@ -134,7 +140,7 @@ class Service:
     if len(open_.session.calls) + open_.count >= self.settings.max_calls:
       limit = self.settings.max_calls
       raise errors.bad_request('', f'the attempt has made {limit} calls; no more are allowed', 'call_limit')
-    return self._begin_in(access, open_, spec, digest)
+    return self._begin_in(access, open_, spec, digest, pixels)
 
   def _check_names(self, spec: CallSpec) -> None:
     if spec.model != self.settings.model:
@@ -149,10 +155,14 @@ class Service:
 
   def _begin_outside(self, spec: CallSpec) -> Pending:
     """A request outside of attempts: sampled with the defaults of evaluations, and not stored."""
-    found = prompts.outside(self.chat_format, spec)
+    encoded = prompts.outside(self.chat_format, spec)
+    found = [prompt.ids for prompt in encoded]
     self._check_lengths(found)
     seed = secrets.randbits(63) if spec.seed is None else spec.seed
-    replies = [PlannedReply(None, p, self._repeated_text(spec, p), keys.seed_key(seed, i)) for i, p in enumerate(found)]
+    replies = [
+      PlannedReply(None, p.ids, self._repeated_text(spec, p.ids), keys.seed_key(seed, i), p.images)
+      for i, p in enumerate(encoded)
+    ]
     params, changed = spec.sampling_params(self.settings.evaluation, fixed=False)
     pending = Pending(spec, self._head(spec), params, changed, found)
     answer = functools.partial(self._answer_outside, pending, replies)
@@ -160,9 +170,11 @@ class Service:
     self.counts['requests'] += 1
     return pending
 
-  def _begin_in(self, access: Access, open_: OpenSession, spec: CallSpec, digest: str) -> Pending:
+  def _begin_in(
+    self, access: Access, open_: OpenSession, spec: CallSpec, digest: str, pixels: Mapping[bytes, np.ndarray]
+  ) -> Pending:
     session, rollout, attempt = open_.session, access.rollout, access.attempt
-    plans = prompts.plan(self.chat_format, session, spec, digest)
+    plans = prompts.plan(self.chat_format, session, spec, digest, pixels)
     try:
       self._check_lengths([p.prompt for p in plans])
       params, changed = spec.sampling_params(self._sampling[rollout.mode], fixed=True)
@@ -175,7 +187,7 @@ class Service:
           key = keys.row_key(rollout.key, attempt=attempt.number, row=plan.row, aborted=plan.aborted)
         else:
           key = keys.seed_key(seed, plan.choice)
-        replies.append(PlannedReply(plan, plan.prompt, self._repeated_text(spec, plan.prompt), key))
+        replies.append(PlannedReply(plan, plan.prompt, self._repeated_text(spec, plan.prompt), key, plan.images))
       pending = Pending(spec, self._head(spec), params, changed, [p.prompt for p in plans])
 
       def ended() -> None:
@@ -257,7 +269,8 @@ class Service:
           )
         )
       try:
-        await asyncio.to_thread(self.lifecycle.store.add_calls, calls, [digest], time.time())
+        pixels = {x.segment.digest: x.segment.image for reply in replies for x in reply.images}
+        await asyncio.to_thread(self.lifecycle.store.add_calls, calls, [digest], time.time(), pixels)
       except BaseException:
         # The session holds calls that the store does not; the next request reads the store again.
         open_.broken = True

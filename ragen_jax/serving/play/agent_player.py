@@ -236,7 +236,8 @@ class AgentPlayer:
       return FinishedAttempt(record.rollout_id, state, record.error, (), ())
     with self.server.lifecycle.store.read() as tables:
       calls, rewards = tables.calls(record.attempt_id), tables.rewards(record.attempt_id)
-    return FinishedAttempt(record.attempt_id, state, record.error, tuple(calls), tuple(rewards))
+      pixels = tables.images(record.attempt_id)
+    return FinishedAttempt(record.attempt_id, state, record.error, tuple(calls), tuple(rewards), pixels)
 
 
 def _failed(task: TaskAttempts) -> TaskAttempts:

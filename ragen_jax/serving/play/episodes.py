@@ -16,6 +16,7 @@ import numpy as np
 
 from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.segments import ImageSegment, ImageSpan, Observation, join
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.serving.conversation.sessions import NEW_ROW_CAUSES
 from ragen_jax.serving.types import AttemptState, Finish, Reward, StoredCall
@@ -58,13 +59,17 @@ class EpisodeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class FinishedAttempt:
-  """An attempt that is over, and why it failed; '' if it did not. Its calls are in any order, aborted ones too."""
+  """An attempt that is over, and why it failed; '' if it did not.
+
+  Its calls are in any order, aborted ones too. `pixels` u8[H, W, 3] are those of their images by digest.
+  """
 
   attempt_id: str
   state: AttemptState
   error: str
   calls: tuple[StoredCall, ...]
   rewards: tuple[Reward, ...]
+  pixels: Mapping[bytes, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,7 @@ class _Played:
     in_loss: whether each call's tokens are in the loss.
     rewards: the rewards of each call.
     metrics: what the program measured, by name.
+    pixels: see `FinishedAttempt`.
     error: why it has no score; '' if it has one.
     counts: for the metrics.
   """
@@ -101,6 +107,7 @@ class _Played:
   error: str
   counts: collections.Counter[str]
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  pixels: Mapping[bytes, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 _SAMPLING = ('temperature', 'top_p', 'top_k')
@@ -200,7 +207,7 @@ def _played(attempt: FinishedAttempt, settings: EpisodeSettings) -> _Played:
       status = Status.OUT_OF_TURNS if len(attempt.calls) >= settings.max_calls else Status.FAILURE
   rewards = tuple(tuple(reward.value for at, reward in counted if at == i) for i in range(len(calls)))
   metrics = _sums((reward.metric, reward.value) for reward in attempt.rewards if reward.metric)
-  return _Played(False, calls, in_loss, rewards, status, error, counts, metrics)
+  return _Played(False, calls, in_loss, rewards, status, error, counts, metrics, attempt.pixels)
 
 
 def _call_counts(attempt: FinishedAttempt, calls: Sequence[StoredCall]) -> collections.Counter[str]:
@@ -267,16 +274,18 @@ def _rollout(groups: Sequence[tuple[TaskAttempts, Sequence[_Played]]], settings:
   timeline = Timeline(len(flat), max(lengths, default=0))
   turns_most = max(1, *(len(own.calls) for _, _, own in flat))
   anchors = np.full((len(flat), turns_most), -1, np.int32)
-  numbers: dict[tuple[int, str, tuple[int, ...]], int] = {}  # what a call begins with -> its anchor
+  numbers: dict[tuple, int] = {}  # what a call begins with -> its anchor
   episodes = []
   for e, (group, task, own) in enumerate(flat):
     for row in _rows(own):
       timeline.begin_row(e)
       for turn, call, trained, rewards in row:
-        _write(timeline, e, turn, call, trained, rewards)
+        _write(timeline, e, turn, call, trained, rewards, own.pixels)
         if trained:
-          anchors[e, turn] = numbers.setdefault((group, call.agent, call.context), len(numbers))
-    turns = [_turn(call, rewards, settings, decode) for call, rewards in zip(own.calls, own.rewards, strict=True)]
+          anchors[e, turn] = numbers.setdefault((group, call.agent, call.context, call.images), len(numbers))
+    turns = [
+      _turn(call, rewards, settings, decode, own.pixels) for call, rewards in zip(own.calls, own.rewards, strict=True)
+    ]
     if turns and own.metrics:  # those of an episode are sums over its turns
       turns[-1] = dataclasses.replace(turns[-1], metrics=own.metrics)
     episodes.append(Episode(task.tag, group, task.seed, turns, status=own.status, outside=True, error=own.error))
@@ -291,7 +300,9 @@ def _rollout(groups: Sequence[tuple[TaskAttempts, Sequence[_Played]]], settings:
   )
   scores = np.asarray([episode.score for episode in episodes], np.float32)
   sampled = int(trajectory.loss_mask.sum())
-  return Rollout(trajectory, episodes, anchors[trajectory.episode], scores, sampled, settings.pad_id)
+  return Rollout(
+    trajectory, episodes, anchors[trajectory.episode], scores, sampled, settings.pad_id, images=tuple(timeline.images)
+  )
 
 
 def _rows(own: _Played) -> list[list[tuple[int, StoredCall, bool, tuple[float, ...]]]]:
@@ -309,11 +320,12 @@ def _pieces(row: Iterable[tuple[int, StoredCall, bool, tuple[float, ...]]]) -> I
 
 
 def _write(
-  timeline: Timeline, episode: int, turn: int, call: StoredCall, trained: bool, rewards: Sequence[float]
-) -> None:
+  timeline: Timeline, episode: int, turn: int, call: StoredCall, trained: bool, rewards: Sequence[float],
+  pixels: Mapping[bytes, np.ndarray],
+) -> None:  # fmt: skip
   """Appends a call to the episode's open row."""
   generated = call.generated
-  timeline.append_context(episode, call.context, turn)
+  timeline.append_context(episode, call.context, turn, _spans(call, pixels))
   if not trained:
     timeline.append_context(episode, generated.ids, turn)
     return
@@ -329,13 +341,25 @@ def _write(
   timeline.reward_last_token(episode, math.fsum(rewards))
 
 
+def _spans(call: StoredCall, pixels: Mapping[bytes, np.ndarray]) -> list[ImageSpan]:
+  """The images in the context of a call."""
+  return [ImageSpan(ImageSegment(pixels[x.digest], x.stop - x.start), x.start, x.stop) for x in call.images]
+
+
 def _turn(
-  call: StoredCall, rewards: tuple[float, ...], settings: EpisodeSettings, decode: Callable[[Sequence[int]], str]
-) -> Turn:
+  call: StoredCall, rewards: tuple[float, ...], settings: EpisodeSettings, decode: Callable[[Sequence[int]], str],
+  pixels: Mapping[bytes, np.ndarray],
+) -> Turn:  # fmt: skip
   """A call as a turn. What the agent does with the reply is not known, so a turn has no actions."""
-  generated = call.generated
+  generated, spans = call.generated, _spans(call, pixels)
+  seen: list[Observation] = []
+  start = 0
+  for span in spans:  # without the tokens before and after its placeholders
+    seen += [decode(call.context[start : span.start - 1]), (span.segment,)]
+    start = span.stop + 1
+  rest = decode(call.context[start:])
   return Turn(
-    observation=decode(call.context),
+    observation=join(*seen, rest) if spans else rest,
     reply=generated.text,
     actions=[],
     rewards=rewards,

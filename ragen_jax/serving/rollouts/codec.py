@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from flax.serialization import msgpack_restore, msgpack_serialize
+from PIL import Image
 
-from ragen_jax.serving.types import Finish, Generated, SamplingParams, StoredCall
+from ragen_jax.models.vision.encoder import digest
+from ragen_jax.serving.types import Finish, Generated, PlacedImage, SamplingParams, StoredCall
 
 # Columns of the table `calls`, in the order of `encode_call`: what SQL asks for, and everything else as msgpack.
 CALL_COLUMNS = {
@@ -59,6 +62,7 @@ def encode_call(call: StoredCall) -> tuple[Any, ...]:
     'request_digest': call.request_digest,
     'messages': encode_text(call.messages),
     'new_row_cause': call.new_row_cause,
+    'images': [[image.start, image.stop, image.digest] for image in call.images],
   }
   values = (call.attempt_id, int(call.index), call.call_id, encode_text(call.agent), str(generated.finish))
   values += (msgpack_serialize(payload),)
@@ -92,8 +96,28 @@ def decode_call(row: Sequence[Any]) -> StoredCall:
     generated=generated,
     params=SamplingParams(**params | {'stop': tuple(map(_untext, params['stop']))}),
     messages=_untext(x['messages']),
+    images=tuple(PlacedImage(*image) for image in x['images']),
     **{name: x[name] for name in ('row', 'trained', 'request_digest', 'new_row_cause')},
   )
+
+
+def encode_pixels(image: np.ndarray) -> bytes:
+  """A PNG file of u8[H, W, 3]."""
+  file = io.BytesIO()
+  Image.fromarray(image).save(file, 'PNG', compress_level=1)
+  return file.getvalue()
+
+
+def decode_pixels(digest_: bytes, png: bytes) -> np.ndarray:
+  """The image of a file of `encode_pixels`; Damaged if it has another digest."""
+  try:
+    with Image.open(io.BytesIO(png), formats=('PNG',)) as file:
+      image = np.asarray(file)
+  except (OSError, SyntaxError, ValueError) as e:
+    raise Damaged(f'image {digest_.hex()}') from e
+  if digest(image) != digest_:
+    raise Damaged(f'image {digest_.hex()}')
+  return image
 
 
 def _integers(values: Sequence[int]) -> np.ndarray:

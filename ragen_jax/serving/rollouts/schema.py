@@ -9,7 +9,7 @@ import sqlite3
 from ragen_jax.serving.rollouts.codec import CALL_COLUMNS
 from ragen_jax.utils.errors import UserError
 
-VERSION = 2  # raise it with every change of the tables
+VERSION = 3  # raise it with every change of the tables
 _APPLICATION = 0x5241474A  # 'RAGJ', written to the file's header
 _MAGIC = b'SQLite format 3\x00'
 _WAIT_S = 10.0  # for a lock that another process holds, such as a program that shows the file
@@ -64,6 +64,12 @@ CREATE TABLE calls (
   PRIMARY KEY (attempt_id, idx),
   UNIQUE (call_id),
   FOREIGN KEY (attempt_id) REFERENCES attempts (attempt_id) ON DELETE CASCADE
+);
+CREATE TABLE images (
+  attempt_id TEXT NOT NULL REFERENCES attempts (attempt_id) ON DELETE CASCADE,
+  digest BLOB NOT NULL,
+  png BLOB NOT NULL,
+  PRIMARY KEY (attempt_id, digest)
 );
 CREATE TABLE requests (
   attempt_id TEXT NOT NULL REFERENCES attempts (attempt_id) ON DELETE CASCADE,

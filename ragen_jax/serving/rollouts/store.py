@@ -11,11 +11,14 @@ import os
 import pathlib
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
+import numpy as np
+
 from ragen_jax.serving.errors import Conflict, Gone, Invalid
-from ragen_jax.serving.rollouts.codec import Damaged
+from ragen_jax.serving.rollouts.codec import Damaged, encode_pixels
 from ragen_jax.serving.rollouts.records import TRAINABLE, RolloutRecord
 from ragen_jax.serving.rollouts.schema import connect, open_writer
 from ragen_jax.serving.rollouts.tables import LONGEST_LIST, Tables
@@ -115,11 +118,15 @@ class Store:
       if len(page) < LONGEST_LIST:
         return found
 
-  def add_calls(self, calls: Sequence[StoredCall], request_keys: Sequence[str], now: float) -> None:
+  def add_calls(
+    self, calls: Sequence[StoredCall], request_keys: Sequence[str], now: float,
+    pixels: Mapping[bytes, np.ndarray] = types.MappingProxyType({}),
+  ) -> None:  # fmt: skip
     """Stores the calls of one attempt that answer one request, all or none; counts as a sign of life of the attempt.
 
     `Tables.calls_of_request` finds them by `request_keys`, such as the digest of the body, when a client repeats the
     request. A later request with the same key replaces the earlier one. `now` is in seconds since 1970, as everywhere.
+    `pixels` u8[H, W, 3] are those of the images of the calls, by digest.
 
     Raises:
       Gone: the attempt is over. Aborted calls are stored nevertheless, since they are never trained.
@@ -130,12 +137,15 @@ class Store:
     if len(attempt_ids) != 1:
       raise ValueError(f'calls of attempts {sorted(attempt_ids)}; allowed: calls of one attempt')
     aborted = all(call.generated.finish == Finish.ABORTED for call in calls)
+    new = {image.digest for call in calls for image in call.images}
+    pictures = {digest: encode_pixels(pixels[digest]) for digest in new}  # before other writers have to wait
     with self.write() as tables:
       attempt = tables.attempt(calls[0].attempt_id)
       running = attempt.state == AttemptState.RUNNING
       if not running and not aborted:
         raise Gone(f'attempt {attempt.attempt_id!r} is over ({attempt.state})')
       tables.insert_calls(calls)
+      tables.insert_images(attempt.attempt_id, pictures)
       for key in request_keys:
         tables.record_request(attempt.attempt_id, key, [call.call_id for call in calls])
       if running:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ragen_jax.serving.errors import NotFound
-from ragen_jax.serving.rollouts.codec import CALL_COLUMNS, Damaged, decode_call, encode_call, encode_text
+from ragen_jax.serving.rollouts.codec import (
+  CALL_COLUMNS,
+  Damaged,
+  decode_call,
+  decode_pixels,
+  encode_call,
+  encode_text,
+)
 from ragen_jax.serving.rollouts.records import AttemptLimits, AttemptRecord, RolloutRecord
 from ragen_jax.serving.types import AttemptState, Reward, RolloutState, StoredCall
 
@@ -224,6 +233,16 @@ class Tables:
     """All calls of an attempt by index, aborted ones included; codec.Damaged if one is not what was written."""
     rows = self._sql(f'SELECT {_CALL} FROM calls WHERE attempt_id = ? ORDER BY idx', (attempt_id,))
     return [decode_call(row) for row in rows]
+
+  def insert_images(self, attempt_id: str, pictures: Mapping[bytes, bytes]) -> None:
+    """Adds PNG files by the digests of their pixels, each once."""
+    rows = [(attempt_id, digest, png) for digest, png in pictures.items()]
+    self._many('INSERT OR IGNORE INTO images VALUES (?, ?, ?)', rows)
+
+  def images(self, attempt_id: str) -> dict[bytes, np.ndarray]:
+    """The images u8[H, W, 3] of an attempt by digest; codec.Damaged if one is not what was written."""
+    rows = self._sql('SELECT digest, png FROM images WHERE attempt_id = ?', (attempt_id,))
+    return {digest: decode_pixels(digest, png) for digest, png in rows}
 
   def call(self, attempt_id: str, call_id: str) -> StoredCall:
     """A call of an attempt; NotFound if it has none of this id."""

@@ -39,7 +39,7 @@ from ragen_jax.serving.wire.spec import (
 def read(body: Body, limits: RequestLimits) -> CallSpec:
   """Reads a request; ApiError if a field is wrong, or asks for what the server does not do."""
   common = read_common(body)
-  messages = from_chat(body.items('messages', limits.messages))
+  messages = from_chat(body.items('messages', limits.messages), limits.image_reader())
   generation = body.value('add_generation_prompt')
   continues = body.boolean('continue_final_message', False)
   if continues and generation is True:

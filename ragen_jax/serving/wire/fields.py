@@ -87,7 +87,7 @@ _IGNORED = _ignore(
 )  # fmt: skip
 
 CHAT = (
-  _honour('messages', 'roles system, developer, user, assistant and tool; texts'),
+  _honour('messages', 'roles system, developer, user, assistant and tool; texts, and images as data URLs'),
   *_COMMON,
   *_SAMPLES,
   *_TOOLS,
@@ -120,7 +120,7 @@ COMPLETIONS = (
 )
 
 RESPONSES = (
-  _honour('input', 'a text, or items: messages, function calls and their outputs'),
+  _honour('input', 'a text, or items: messages, function calls and their outputs; texts, and images as data URLs'),
   _honour('instructions', 'the system message'),
   *_COMMON,
   *_TOOLS,

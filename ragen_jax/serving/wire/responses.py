@@ -30,7 +30,7 @@ def read(body: Body, limits: RequestLimits) -> CallSpec:
   value = body.value('input')
   if isinstance(value, list) and len(value) > limits.messages:
     raise wrong_value('input', f'{len(value)} items', f'at most {limits.messages} items')
-  messages = from_responses(value)
+  messages = from_responses(value, limits.image_reader())
   instructions = body.string('instructions')
   if instructions:
     messages = (Message(Role.SYSTEM, instructions), *messages)

@@ -11,6 +11,7 @@ from ragen_jax.serving.conversation.messages import Message, TemplateOptions, To
 from ragen_jax.serving.errors import bad_request, wrong_value
 from ragen_jax.serving.types import SamplingParams
 from ragen_jax.serving.wire.body import Body
+from ragen_jax.serving.wire.images import ImageLimits, RequestImages
 
 # What clients of OpenAI's interface may ask for.
 MOST_STOPS = 4
@@ -42,6 +43,7 @@ class RequestLimits:
     messages: most messages, items of an input or prompts.
     lenient: whether requests that need constrained decoding are sampled without it, with a warning; otherwise they are
       refused.
+    images: how images are read; None if the policy reads text only.
   """
 
   vocabulary: int
@@ -50,6 +52,11 @@ class RequestLimits:
   messages: int
   tools: int
   lenient: bool
+  images: ImageLimits | None = None
+
+  def image_reader(self) -> RequestImages | None:
+    """The reader of the images of one request; None if the policy reads text only."""
+    return None if self.images is None else RequestImages(self.images)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+from ragen_jax.agent.segments import ImageSegment, join
 from ragen_jax.serving.conversation.messages import (
   Message,
   Role,
@@ -151,7 +153,7 @@ def test_a_canonical_text_is_read_as_a_message_that_says_the_same():
     Message(Role.USER, 'a\n"b"'), Message(Role.ASSISTANT, '', calls, reasoning='hm'),
     Message(Role.TOOL, '3', call_id='c1'),
   ):  # fmt: skip
-    read = from_canonical(canonical(message))
+    read = from_canonical(canonical(message), {})
     assert canonical(read) == canonical(message) and (read.role, read.text) == (message.role, message.text)
 
 
@@ -159,3 +161,78 @@ def test_half_a_character_in_arguments_can_be_encoded():
   call = ToolCall('c', 'f', '{"a": "\\ud800"}')
   assert '\ufffd' in canonical(Message(Role.ASSISTANT, '', (call,))).encode().decode()
   assert dump_json({'a': '\udfff'}).encode() == '{"a": "\ufffd"}'.encode()
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def _image(number: int) -> ImageSegment:
+  return ImageSegment(np.full((8, 8, 3), number, np.uint8), 1)
+
+
+def _read_image(url, at):
+  """Stands for the reader of data URLs."""
+  assert at.startswith(('messages[', 'input[')) and 'image_url' in at
+  return _image(int(url))
+
+
+def test_images_of_users_and_tools_keep_their_place():
+  parts = [
+    {'type': 'text', 'text': 'a'}, {'type': 'image_url', 'image_url': {'url': '1', 'detail': 'high'}},
+    {'type': 'text', 'text': 'b'}, {'type': 'image_url', 'image_url': {'url': '2'}},
+  ]  # fmt: skip
+  chat = from_chat(
+    [{'role': 'user', 'content': parts}, {'role': 'tool', 'content': parts[1:2], 'tool_call_id': 'c'}], _read_image
+  )
+  flat = [
+    {'type': 'input_text', 'text': 'a'}, {'type': 'input_image', 'image_url': '1', 'detail': 'auto'},
+    {'type': 'input_text', 'text': 'b'}, {'type': 'input_image', 'image_url': '2'},
+  ]  # fmt: skip
+  response = from_responses(
+    [{'role': 'user', 'content': flat}, {'type': 'function_call_output', 'call_id': 'c', 'output': flat[1:2]}],
+    _read_image,
+  )
+  user, tool = chat
+  assert user == Message(Role.USER, 'ab', images=((1, _image(1)), (2, _image(2)))) and response == chat
+  assert tool == Message(Role.TOOL, '', call_id='c', images=((0, _image(1)),))
+  assert user.content == join('a', (_image(1),), 'b', (_image(2),)) and tool.content == (_image(1),)
+  assert Message(Role.USER, 'a').content == join('a')
+
+
+def _chat_image(role='user', **fields):
+  return {'role': role, 'content': [{'type': 'image_url', 'image_url': {'url': '1'}, **fields}]}
+
+
+@pytest.mark.parametrize(
+  ('message', 'reads', 'param', 'code'),
+  [
+    (_chat_image(), None, 'messages[0].content[0]', 'unsupported_content'),
+    (_chat_image('assistant'), _read_image, 'messages[0].content[0]', 'invalid_value'),
+    (_chat_image('system'), _read_image, 'messages[0].content[0]', 'invalid_value'),
+    (
+      _chat_image(image_url={'url': '1', 'detail': 'low'}),
+      _read_image,
+      'messages[0].content[0].image_url.detail',
+      'invalid_value',
+    ),
+    (_chat_image(detail='original', image_url='1'), _read_image, 'messages[0].content[0].detail', 'invalid_value'),
+    (_chat_image(type='input_audio'), _read_image, 'messages[0].content[0]', 'unsupported_content'),
+    (_chat_image(type=['image_url']), _read_image, 'messages[0].content[0]', 'unsupported_content'),
+  ],
+)
+def test_images_that_are_refused_name_their_place(message, reads, param, code):
+  with pytest.raises(ApiError) as e:
+    from_chat([message], reads)
+  assert (e.value.status, e.value.param, e.value.code) == (400, param, code) and '\n' not in e.value.message
+
+
+def test_canonical_texts_tell_images_apart_and_are_read_back():
+  def message(*images):
+    return Message(Role.USER, 'ab', images=tuple((at, _image(number)) for at, number in images))
+
+  same, other, moved, none = (canonical(message(*x)) for x in ([(1, 1)], [(1, 2)], [(2, 1)], []))
+  assert canonical(message((1, 1))) == same and len({same, other, moved, none}) == 4
+  assert none == '["user","ab",[]]', 'as before there were images'
+  pixels = {_image(number).digest: _image(number).image for number in (1, 2)}
+  both = message((0, 2), (2, 1))
+  assert from_canonical(canonical(both), pixels) == both

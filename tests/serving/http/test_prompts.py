@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ragen_jax.agent.segments import Encoded
 from ragen_jax.serving.conversation.chat_format import QwenFormat
 from ragen_jax.serving.conversation.messages import Message, Role
 from ragen_jax.serving.conversation.sessions import Session
@@ -37,7 +38,7 @@ def answer(tok, session, plan, call_id):
 
 def test_each_reply_has_a_prompt(fmt, session, tok):
   spec = parse(Kind.CHAT, messages=ASK, n=2)
-  found = prompts.outside(fmt, spec)
+  found = [p.ids for p in prompts.outside(fmt, spec)]
   assert found == [fmt.render(spec.messages, spec.tools, spec.template)] * 2
   plans = prompts.plan(fmt, session, spec, 'd')
   assert [p.prompt for p in plans] == found and [p.choice for p in plans] == [0, 1]
@@ -45,10 +46,10 @@ def test_each_reply_has_a_prompt(fmt, session, tok):
 
 def test_prompts_of_completions_are_texts_and_ids(fmt, session, tok):
   spec = parse(Kind.COMPLETIONS, prompt=['a<|im_end|>', 'b'], n=2)
-  found = prompts.outside(fmt, spec)
+  found = [p.ids for p in prompts.outside(fmt, spec)]
   assert found == [fmt.encode_untrusted('a<|im_end|>')] * 2 + [fmt.encode_untrusted('b')] * 2
   assert tok.stop_ids[0] not in found[0], 'a spelled token is text'
-  assert prompts.outside(fmt, parse(Kind.COMPLETIONS, prompt=[5, 6])) == [(5, 6)]
+  assert prompts.outside(fmt, parse(Kind.COMPLETIONS, prompt=[5, 6])) == [Encoded((5, 6))]
   assert [p.prompt for p in prompts.plan(fmt, session, spec, 'd')] == found
 
 

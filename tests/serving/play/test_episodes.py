@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ragen_jax.agent.episode import Status
 from ragen_jax.algorithms.advantages import AdvantageInputs, compute_advantages
+from ragen_jax.models.vision.encoder import digest
 from ragen_jax.serving.play.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
-from ragen_jax.serving.types import AttemptState, Finish, Reward
+from ragen_jax.serving.types import AttemptState, Finish, PlacedImage, Reward
 from ragen_jax.training.batches import BatchingSettings
 from ragen_jax.training.estimate import EstimateSettings, RewardSettings, TargetEstimator
 from ragen_jax.training.rollout_metrics import rollout_metrics
@@ -344,6 +345,20 @@ def test_agents_that_begin_with_the_same_text_have_anchors_of_their_own():
     agent.call(*START, reply='a', agent=name)
   rollout, _ = _build([_attempt(agent, _reward(1.0))])
   assert rollout.anchors[0].tolist() == [0, 1, 0]
+
+
+def test_calls_that_show_other_images_have_anchors_of_their_own():
+  agent = Agent()
+  _, call = agent.call(*START, reply='a')
+  pixels = {digest(x): x for x in (np.full((8, 8, 3), level, np.uint8) for level in (0, 9))}
+  black, white = (dataclasses.replace(call, images=(PlacedImage(2, 4, key),)) for key in pixels)
+  attempts = [
+    FinishedAttempt('attempt', AttemptState.SUCCEEDED, '', (own,), (_reward(1.0),), pixels)
+    for own in (black, white, black)
+  ]
+  rollout, _ = _build(attempts)
+  assert rollout.anchors[:, 0].tolist() == [0, 1, 0]
+  assert rollout.trajectory.image[:, 2:4].tolist() == [[0, 0], [1, 1], [0, 0]] and len(rollout.images) == 2
 
 
 def test_metrics_tell_how_calls_became_rows():

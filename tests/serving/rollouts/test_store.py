@@ -16,15 +16,17 @@ import sys
 import numpy as np
 import pytest
 
+from ragen_jax.models.vision.encoder import digest
 from ragen_jax.serving.errors import Conflict, Gone, Invalid, NotFound
 from ragen_jax.serving.rollouts import schema
 from ragen_jax.serving.rollouts.lifecycle import Lifecycle
 from ragen_jax.serving.rollouts.store import Store
 from ragen_jax.serving.rollouts.tables import Tables
-from ragen_jax.serving.types import AttemptState, Finish, RolloutState
+from ragen_jax.serving.types import AttemptState, Finish, PlacedImage, RolloutState
 from ragen_jax.utils.errors import UserError
 from tests.support.endpoint_store import Clock, bits, make_call, new_rollout
 from tests.support.paths import ROOT
+from tests.support.vision import image_of
 
 
 @pytest.fixture
@@ -67,6 +69,23 @@ def test_calls_come_back_to_the_bit(tmp_path):
     assert store.ask(Tables.calls, 'b.1') == []
     with pytest.raises(NotFound):
       store.ask(Tables.call, 'b.1', call.call_id)
+
+
+def test_images_are_stored_once_an_attempt_and_deleted_with_it(store):
+  pictures = [image_of(8, 16, seed) for seed in range(2)]
+  pixels = {digest(p): p for p in pictures}
+  first, second = (PlacedImage(3, 5, key) for key in pixels)
+  for rollout_id in ('a', 'b'):
+    _, attempt_id = _claimed(store, rollout_id)
+    calls = [make_call(attempt_id, i, images=images) for i, images in enumerate([(first,), (first, second), ()])]
+    for call in calls:
+      store.add_calls([call], (), 1.0, pixels)
+    assert [bits(x) for x in store.ask(Tables.calls, attempt_id)] == [bits(call) for call in calls]
+    found = store.ask(Tables.images, attempt_id)
+    assert found.keys() == pixels.keys() and all(np.array_equal(found[key], p) for key, p in pixels.items())
+  with store.write() as tables:
+    tables.delete_rollout('a')
+    assert tables._sql('SELECT count(*) FROM images').fetchone() == (2,)
 
 
 def test_a_call_with_arrays_of_a_wrong_kind_is_not_stored(store):
