@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning_curves import hardware  # noqa: E402
 from ragen_jax.agent.chat import ChatTokenizer  # noqa: E402
+from ragen_jax.agent.reply_reader import BadCalls  # noqa: E402
 from ragen_jax.models import presets  # noqa: E402
 from ragen_jax.models.checkpoint.load import load_model  # noqa: E402
 from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
@@ -44,7 +45,6 @@ from ragen_jax.models.value_head import ActorCritic  # noqa: E402
 from ragen_jax.sampling.draw import PLAIN  # noqa: E402
 from ragen_jax.sampling.sampler import Sampler  # noqa: E402
 from ragen_jax.serving.conversation.chat_format import QwenFormat  # noqa: E402
-from ragen_jax.serving.conversation.reply_reader import BadCalls  # noqa: E402
 from ragen_jax.serving.engine.engine import Engine  # noqa: E402
 from ragen_jax.serving.engine.engines import Engines  # noqa: E402
 from ragen_jax.serving.engine.settings import EngineSettings  # noqa: E402

@@ -384,6 +384,9 @@ def by_tag() -> ConfigDict:
         # Whether text that is no call is the answer, as in RAGEN.
         'finish': {'free_text_is_answer': False},
       },
+      # Who tells the policy of the tools: 'text', the rules in the prompt; or 'template', the model's chat template, in
+      # whose form the policy then calls them.
+      'tools_format': 'text',
       # Whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
       'show_verdict': False,
       # The rules in the prompt; '' for a sentence that fits the options.
@@ -655,7 +658,7 @@ def by_tag() -> ConfigDict:
   envs.ALFWorldSeen = _like(envs.ALFWorld, split='valid_seen')
   # Games in rooms that training does not have.
   envs.ALFWorldUnseen = _like(envs.ALFWorld, split='valid_unseen')
-  # Pictures to draw again with an SVG program, for models that read images, see docs/svg.md.
+  # Pictures that the policy reproduces as SVG programs, for models that read images, see docs/svg.md.
   envs.SVG = ConfigDict(
     {
       'type': 'svg',

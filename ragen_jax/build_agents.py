@@ -15,6 +15,7 @@ from ragen_jax import build, build_frozen
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
 from ragen_jax.agent.language_model import LanguageModel, param_state
+from ragen_jax.agent.reply_reader import BadCalls
 from ragen_jax.build_environments import played_by_programs
 from ragen_jax.envs import VerifiersTasks
 from ragen_jax.models import presets
@@ -22,7 +23,6 @@ from ragen_jax.prompt_search.player import PromptPlayer
 from ragen_jax.prompt_search.tasks import TaskRanges
 from ragen_jax.runs.interrupt import Interrupt
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOOPBACK, AgentServer
-from ragen_jax.serving.conversation.reply_reader import BadCalls
 from ragen_jax.serving.engine.settings import EngineSettings
 from ragen_jax.serving.http.service import ServerSettings
 from ragen_jax.serving.play.agent_player import AgentPlayer, AgentSettings, function_runner, make_runner, run_agents

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -95,11 +96,16 @@ def _check_optional(config: ConfigDict, tag: str, values: Mapping[str, Any], *, 
       )
 
 
-def check_needs(specs: Iterable[EnvSpec], episodes: Mapping[str, int] = MappingProxyType({})) -> None:
+def check_needs(
+  specs: Iterable[EnvSpec],
+  episodes: Mapping[str, int] = MappingProxyType({}),
+  envs: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
   """Checks each environment once (`Game.check`); UserError, which names envs.TAG, if something it needs is missing.
 
   Args:
     episodes: for a tag, how many are played at a time, with those of other tags at its server; 1 for others.
+    envs: `config.envs`, for errors.
   """
   for tag, env in {spec.tag: spec.env for spec in specs}.items():
     try:
@@ -107,9 +113,18 @@ def check_needs(specs: Iterable[EnvSpec], episodes: Mapping[str, int] = MappingP
         env.check()
         env.check_episodes(episodes.get(tag, 1))
     except ValueError as e:
-      raise UserError(f'envs.{tag}: {one_line(e, str)}') from e
+      raise UserError(f'envs.{_setting_tag(envs, tag, str(e))}: {one_line(e, str)}') from e
     except Exception as e:
       raise UserError(f'envs.{tag}: check failed ({describe_error(e)})') from e
+
+
+def _setting_tag(envs: Mapping[str, Mapping[str, Any]], tag: str, message: str) -> str:
+  """The tag in which people set the field that a message names first: held-out tags follow their training tag."""
+  found = re.match(r'\w+: (\w+)=', message)
+  if found is None or found[1] not in envs.get(tag, ()):
+    return tag
+  same = [x for x in envs if tag.startswith(x) and all(envs[x].get(y) == envs[tag].get(y) for y in ('type', found[1]))]
+  return min(same, key=len)
 
 
 def _is_option(name: str, env_type: str) -> bool:

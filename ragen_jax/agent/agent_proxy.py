@@ -59,7 +59,7 @@ class AgentProxy:
     while (replies := speaker.reply(log)) is not None:
       if not replies:
         continue
-      parsed = {row: context.parse(int(envs.row_env[row]), reply.text) for row, reply in replies.items()}
+      parsed = {row: context.parse(int(envs.row_env[row]), reply.text, reply.ids) for row, reply in replies.items()}
       result = envs.step([list(parsed[row].actions) if row in parsed else [] for row in range(envs.rows)])
       log.record(replies, parsed, result)
     rollout = log.end(policy_version)

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ragen_jax.agent.chat_template import END_THOUGHT, SYSTEM, THOUGHT, USER, Around
+from ragen_jax.agent.chat_template import END_THOUGHT, SYSTEM, THOUGHT, TOOL, USER, Around
 from ragen_jax.agent.segments import (
   Encoded,
   ImageSegment,
@@ -25,8 +25,10 @@ from ragen_jax.agent.segments import (
   stripped,
 )
 from ragen_jax.agent.template_probe import find_format
+from ragen_jax.agent.tool_format import FormatText
 from ragen_jax.agent.tool_probe import find_tools
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.tool_calls import CALL, END_CALL
 
 # An image of the Qwen-VL family: start, one placeholder for each embedding, end.
 _IMAGE_TOKENS = ('<|vision_start|>', '<|image_pad|>', '<|vision_end|>')
@@ -61,6 +63,7 @@ class ChatTokenizer:
     format: the chat format.
     tools: the format of tools: the template's, or Qwen2.5's if the template has none that can be followed.
     tools_refused: what the template does instead; '' if `tools` is the template's.
+    call_tags: the tags around calls that have tokens, by id.
     stop_ids: ids that end a reply; the first is the stop token of the chat format.
     pad_id: id for unused columns.
     size: number of ids; larger ids are not tokens of this tokenizer, or special ones that its model has no row for.
@@ -106,7 +109,10 @@ class ChatTokenizer:
     in_use = any(text in fixed for text in beyond for fixed in self.format.texts)
     if beyond <= {*special} and len(beyond) == self.size - (rows or 0) and not in_use:
       self.size = rows  # Gemma 3's tokenizer has a token of images for models that read text only
-    self._spelled = re.compile('|'.join(map(re.escape, sorted(self.specials, key=len, reverse=True))))
+    self._spelled = _any_of(self.specials)
+    tags = (CALL, END_CALL, *re.findall(r'<[^<>|]+>', self.tools.results.before + self.tools.results.after))
+    self._spelled_with_tools = _any_of((*self.specials, *tags))
+    self.call_tags = {self.added[tag]: tag for tag in (CALL, END_CALL) if tag in self.added}
     self.banned = tuple(sorted(self.added[t] for t in _VISION_TOKENS if t in self.added)) if images else ()
     self._cached = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
     self._check_pieces()
@@ -194,21 +200,40 @@ class ChatTokenizer:
     """`decode` for many rows."""
     return self._backend.decode_batch(rows, skip_special_tokens=False)
 
-  def opening(self, system: str, user: Observation, reply_prefix: str) -> Segments:
-    """The beginning of a conversation: system and user message, and the opening of the reply."""
-    around = self.format.around(USER, behind_system=True)
-    return join(self.format.beginning(self.harmless(system)), self._user(user, reply_prefix, around))
+  def check_tools(self, what: str) -> None:
+    """Raises UserError if the template has no tools that can be followed; `what` says what needs them."""
+    if self.tools_refused:
+      raise UserError(
+        f'{what}. {self.tools_refused}; a template must write tools as JSON, and calls as '
+        f'{CALL}{{"name": ..., "arguments": {{...}}}}{END_CALL}, such as that of Qwen2.5'
+      )
 
-  def following(self, user: Observation, reply_prefix: str, *, closed: bool) -> Segments:
+  def opening(self, system: str, user: Observation, reply_prefix: str, functions: Sequence[str] = ()) -> Segments:
+    """The beginning of a conversation: system and user message, and the opening of the reply.
+
+    `functions` are the tools that the template lists, as JSON texts.
+    """
+    around = self.format.around(USER, behind_system=True)
+    if not functions:
+      return join(self.format.beginning(self.harmless(system)), self._message(user, reply_prefix, around))
+    parts = self.tools.beginning(self.format.strip(SYSTEM, system), functions)
+    texts = [x.text if isinstance(x, FormatText) else self.harmless(x, tools=True) for x in parts]
+    return join(*texts, self._message(user, reply_prefix, around, tools=True))
+
+  def following(
+    self, message: Observation, reply_prefix: str, *, closed: bool, role: str = USER, tools: bool = False
+  ) -> Segments:
     """The segments between two replies.
 
     Args:
+      message: of the user, or with the role 'tool' the result of the call of the previous reply.
       reply_prefix: the part of the next reply that is forced, see `ChatFormat.reply_prefix`.
       closed: the previous reply ended with the format's stop token; otherwise the token is added here.
+      tools: whether the conversation began with `functions`.
     """
-    return join(
-      '' if closed else self.format.end, self.format.separator, self._user(user, reply_prefix, self.format.user)
-    )
+    around = self.tools.results if role == TOOL else self.format.user
+    written = self._message(message, reply_prefix, around, role=role, tools=tools)
+    return join('' if closed else self.format.end, self.format.separator, written)
 
   def before_reply(self, messages: list[tuple[str, str]], reply_prefix: str, *, first: bool) -> str:
     """The text before a reply of any conversation, with the forced part `reply_prefix` of the reply, all of it.
@@ -226,16 +251,25 @@ class ChatTokenizer:
     """The (role, text) of each message of a conversation in the chat format."""
     return self.format.messages(text)
 
-  def _user(self, message: Observation, reply_prefix: str, around: Around) -> Segments:
+  def _message(
+    self, message: Observation, reply_prefix: str, around: Around, *, role: str = USER, tools: bool = False
+  ) -> Segments:
     form = self.format
-    message = map_text(self.harmless, message)
-    message = stripped(message) if USER in form.stripped else message
-    opening = f'{form.assistant.before}{form.reply_prefix(reply_prefix)}'
-    return join(around.before, message, around.after + opening)
+    message = map_text(functools.partial(self.harmless, tools=tools), message)
+    message = stripped(message) if role in form.stripped else message
+    return join(around.before, message, f'{around.after}{form.assistant.before}{form.reply_prefix(reply_prefix)}')
 
-  def harmless(self, text: str) -> str:
-    """The text with a space in each spelling of `specials`, so that it opens and ends no message."""
-    return self._spelled.sub(lambda found: f'{found[0][:1]} {found[0][1:]}', text)
+  def harmless(self, text: str, *, tools: bool = False) -> str:
+    """The text with a space in each spelling of `specials`, so that it opens and ends no message.
+
+    With `tools`, it opens and ends no call and no result either.
+    """
+    spelled = self._spelled_with_tools if tools else self._spelled
+    return spelled.sub(lambda found: f'{found[0][:1]} {found[0][1:]}', text)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+  return re.compile('|'.join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
 def _marks(texts: Sequence[str], specials: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:

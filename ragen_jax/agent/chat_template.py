@@ -11,7 +11,7 @@ import enum
 import re
 from collections.abc import Sequence
 
-SYSTEM, USER, ASSISTANT = 'system', 'user', 'assistant'
+SYSTEM, USER, ASSISTANT, TOOL = 'system', 'user', 'assistant', 'tool'
 THOUGHT, END_THOUGHT = '<think>', '</think>'
 
 

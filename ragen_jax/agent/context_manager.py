@@ -10,9 +10,10 @@ from typing import Any
 
 from ragen_jax.agent import templates
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.chat_template import CHATML
+from ragen_jax.agent.chat_template import CHATML, TOOL, USER
 from ragen_jax.agent.episode import Chat, Limits, Turn
 from ragen_jax.agent.long_observations import cut
+from ragen_jax.agent.reply_reader import BadCalls, CallDone, ContentDelta, ReplyReader
 from ragen_jax.agent.segments import (
   Encoded,
   ImageSpan,
@@ -23,15 +24,18 @@ from ragen_jax.agent.segments import (
   join,
   map_text,
 )
-from ragen_jax.agent.world_model.formats import Sections, opening_tags, read_answer, read_sections
+from ragen_jax.agent.world_model.formats import Sections, opening_tags, read_answer, read_sections, write_reply
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.tool_calls import CALL, END_CALL, call_json, dump_json, tagged
 
 CONTEXTS = ('full', 'limited_multi_turn', 'single_turn')
 OVERLONG = ('end', 'drop_oldest')
 _BLANK_LINES = re.compile(r'\A(?:[^\S\n]*\n)+')
 # Takes the place of a lost reply, because a chat format requires a reply between two messages of the user.
 NO_REPLY = '(no reply)'
+# What stands in the place of a call while the form of its reply is read.
+_NO_ANSWER = write_reply('no_think', {'answer': ''})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,17 @@ class ContextManager:
   """
 
   def __init__(self, tokenizer: ChatTokenizer | None, specs: list[EnvSpec], settings: ContextSettings):
-    """Prepares the fixed parts of the prompts. Without a tokenizer only `messages` and replies in text can be used."""
+    """Prepares the fixed parts of the prompts. Without a tokenizer only `messages` and replies in text can be used.
+
+    Raises UserError if the chat template should list tools (`Game.functions`) and cannot, or no reply could call one.
+    """
+    self._functions = [tuple(map(dump_json, spec.env.functions)) for spec in specs]
+    for spec in (spec for spec, functions in zip(specs, self._functions, strict=True) if functions):
+      field = f"envs.{spec.tag}.tools_format='template'"
+      if tokenizer is not None:
+        tokenizer.check_tools(f"{field}: allowed: 'text' with this model")
+      if settings.force_prefix and opening_tags(settings.format) == opening_tags('no_think'):
+        raise UserError(f'agent.force_prefix=True: allowed: False with agent.format={settings.format!r} and {field}')
     self.tokenizer = tokenizer
     self.settings = settings
     form, tags = CHATML if tokenizer is None else tokenizer.format, opening_tags(settings.format)
@@ -121,9 +135,8 @@ class ContextManager:
     """
     if not past:
       return self.first_prompt(env, observation, actions_left)
-    user = self._reward_and_turn(env, len(past), past[-1].reward, observation, actions_left)
-    following = self.tokenizer.following(user, self.reply_prefix, closed=past[-1].closed)
-    return self.tokenizer.encode_segments(following)
+    said = self._after_reply(env, len(past), past[-1], observation, actions_left)
+    return self.tokenizer.encode_segments(self._following(env, past[-1], *said))
 
   def prompt(
     self, env: int, past: Sequence[Turn], observation: Observation, actions_left: int, *, used: int, room: int
@@ -179,9 +192,9 @@ class ContextManager:
   ) -> Chat:  # fmt: skip
     """The content of `prompt` as messages, for a policy with its own chat format. The ids of the turns are not read.
 
-    The messages have `role` and `content`; the last one is the user's. There is no length limit and no forced reply
-    prefix. `content` makes the content of a user's message from its segments; by default it raises ValueError for an
-    image.
+    The messages have `role` and `content`; the last one is the user's, or the result of a call. There is no length
+    limit and no forced reply prefix. `content` makes the content of a message of the user or of a tool from its
+    segments; by default it raises ValueError for an image.
     """
     settings = self.settings
     shown = len(past) if settings.context == 'full' else min(settings.context_turns - 1, len(past))
@@ -191,8 +204,8 @@ class ContextManager:
         *chat,
         {'role': 'user', 'content': content(self._summary_text(env, past, shown, observation, actions_left))},
       ]
-    for user, reply in self._exchanges(env, past, shown, observation, actions_left):
-      chat.append({'role': 'user', 'content': content(user)})
+    for role, message, reply in self._exchanges(env, past, shown, observation, actions_left):
+      chat.append({'role': role, 'content': content(message)})
       if reply is not None:
         chat.append({'role': 'assistant', 'content': reply.reply if reply.answered else NO_REPLY})
     return chat
@@ -202,7 +215,13 @@ class ContextManager:
   def format_reply(self, actions: Sequence[str], texts: Mapping[str, str]) -> str:
     """A reply of the right form as the policy samples it, without the forced prefix; see `templates.format_reply`."""
     settings = self.settings
-    whole = templates.format_reply(texts, actions, form=settings.format, action_sep=settings.action_sep)
+    calls = any(self._functions) and ''.join(actions).startswith(CALL)
+    whole = templates.format_reply(
+      texts, () if calls else actions, form=settings.format, action_sep=settings.action_sep
+    )
+    if calls:
+      thought = whole.removesuffix(_NO_ANSWER)
+      whole = thought + ('\n' if thought else '') + ''.join(actions)
     return self._without_prefix(whole)
 
   def _without_prefix(self, whole: str) -> str:
@@ -226,16 +245,51 @@ class ContextManager:
     whole = _BLANK_LINES.sub('', answer).rstrip()
     return [whole if '\n' in whole else whole.strip()] if whole else []
 
-  def parse(self, env: int, text: str) -> ParsedReply:
-    """Parses a reply. It has the actions of its answer even if it is not of its form, see `read_answer`."""
-    sections, answer = read_sections(text, self.settings.format), read_answer(text, self.settings.format)
-    if answer is None:
+  def parse(self, env: int, text: str, ids: Sequence[int] = ()) -> ParsedReply:
+    """Parses a reply. It has the actions of its answer even if it is not of its form, see `read_answer`.
+
+    If the chat template lists tools, a call in the place of the answer is an action. The tags of calls are found by the
+    sampled `ids`, or in the text if there are none.
+    """
+    form, calls = self.settings.format, ''
+    if self._functions[env]:
+      text, calls = self._without_calls(text, ids)
+    sections, answer = read_sections(text, form), read_answer(text, form)
+    if answer is None or (calls and answer):
       return ParsedReply((), (), False, sections)
     spec = self._specs[env]
-    parsed = [spec.env.read_action(piece) for piece in self.pieces(env, answer)]
+    pieces = [calls] if calls else self.pieces(env, answer)
+    if self._functions[env] and not calls and any(CALL in piece for piece in pieces):
+      return ParsedReply((), (), False, sections)
+    parsed = [spec.env.read_action(piece) for piece in pieces]
     known = [x for x in parsed if x is not None]
     actions, names = (tuple(x) for x in zip(*known[: spec.actions_a_turn], strict=True)) if known else ((), ())
     return ParsedReply(actions, names, bool(known) and len(known) == len(parsed), sections)
+
+  def _without_calls(self, text: str, ids: Sequence[int]) -> tuple[str, str]:
+    """A reply with an empty answer in the place of its calls, and the calls as one action.
+
+    The text itself and '' if there is no call, or one that cannot be read.
+    """
+    tags, said = {}, text
+    if ids:
+      ids = ids[:-1] if ids[-1] in self.tokenizer.stop_ids else ids
+      tags, said = self.tokenizer.call_tags, self.tokenizer.decode(ids)
+    decode = self.tokenizer.decode if tags else str
+    reader = ReplyReader(
+      (CALL, END_CALL), tags, decode, in_thought=False, bad_calls=BadCalls.CONTENT, parallel=True, call_id=str
+    )
+    events = [*reader.feed(ids, said), *reader.finish()]
+    reply = reader.reply()
+    if reply.problems or not reply.calls:
+      return text, ''
+    first = next(i for i, event in enumerate(events) if isinstance(event, CallDone))
+    before, after = (
+      ''.join(event.text for event in part if isinstance(event, ContentDelta))
+      for part in (events[:first], events[first:])
+    )
+    action = '\n'.join(tagged(call_json(call.name, call.arguments)) for call in reply.calls)
+    return f'{text.removesuffix(said)}{before}{_NO_ANSWER}{after}', action
 
   # -- parts of prompts ------------------------------------------------------------------------------------------------
 
@@ -246,34 +300,43 @@ class ContextManager:
   def _task_and_turn(self, env: int, turn: int, observation: Observation, actions_left: int) -> Segments:
     return join(self._tasks[env], templates.PARAGRAPH, self._turn(env, turn, observation, actions_left))
 
-  def _reward_and_turn(
-    self, env: int, turn: int, reward: float, observation: Observation, actions_left: int
-  ) -> Segments:
-    return join(templates.reward_line(reward), self._turn(env, turn, observation, actions_left))
+  def _after_reply(
+    self, env: int, turn: int, before: Turn, observation: Observation, actions_left: int
+  ) -> tuple[str, Segments]:
+    """The role and the content of the message after a reply: the result of its call, or its reward and the turn."""
+    if self._functions[env] and ''.join(before.actions).startswith(CALL):
+      return TOOL, map_text(templates.plain, observation)
+    return USER, join(templates.reward_line(before.reward), self._turn(env, turn, observation, actions_left))
 
   def _opening(self, env: int, user: Segments) -> Segments:
-    return self.tokenizer.opening(templates.system_of(self._specs[env]), user, self.reply_prefix)
+    system = templates.system_of(self._specs[env])
+    return self.tokenizer.opening(system, user, self.reply_prefix, self._functions[env])
+
+  def _following(self, env: int, before: Turn, role: str, message: Segments) -> Segments:
+    tools = bool(self._functions[env])
+    return self.tokenizer.following(message, self.reply_prefix, closed=before.closed, role=role, tools=tools)
 
   def _exchanges(
     self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
-  ) -> list[tuple[Segments, Turn | None]]:
-    """The user's messages of the last `shown` turns and the current turn, each with the turn that replied to it."""
+  ) -> list[tuple[str, Segments, Turn | None]]:
+    """The messages before the replies of the last `shown` turns and of the current one: role, content, and the turn
+    that replied."""
     first = len(past) - shown
     states = [(t.observation, t.actions_left) for t in past[first:]] + [(observation, actions_left)]
-    messages = [self._task_and_turn(env, first, *states[0])]
+    messages = [(USER, self._task_and_turn(env, first, *states[0]))]
     for turn, before in enumerate(past[first:], start=first):
-      messages.append(self._reward_and_turn(env, turn + 1, before.reward, *states[turn + 1 - first]))
-    return list(zip(messages, [*past[first:], None], strict=True))
+      messages.append(self._after_reply(env, turn + 1, before, *states[turn + 1 - first]))
+    return [(*message, reply) for message, reply in zip(messages, [*past[first:], None], strict=True)]
 
   def _conversation(
     self, env: int, past: Sequence[Turn], shown: int, observation: Observation, actions_left: int
   ) -> Encoded:
     """The conversation of the last `shown` turns and the current turn, with replies as they were sampled."""
     exchanges = self._exchanges(env, past, shown, observation, actions_left)
-    segments = self._opening(env, exchanges[0][0])
-    for (_, before), (user, _) in itertools.pairwise(exchanges):
+    segments = self._opening(env, exchanges[0][1])
+    for (_, _, before), (role, message, _) in itertools.pairwise(exchanges):
       segments += (TokenSegment(before.ids),)
-      segments += self.tokenizer.following(user, self.reply_prefix, closed=before.closed)
+      segments += self._following(env, before, role, message)
     return self.tokenizer.encode_segments(segments)
 
   def _summary(

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -158,12 +158,7 @@ class EnvStateManager:
     Raises:
       UserError: programs play an environment over HTTP.
     """
-    for spec in self.specs:
-      if spec.env.played_by_programs:
-        raise UserError(
-          f'envs.{spec.tag}.type={spec.env.name!r}: programs play it, in training and --mode=eval; this mode plays '
-          'turn by turn'
-        )
+    refuse_programs(self.specs)
     chosen = level_seeds is not None
     self.level_seeds = level_seeds[self.row_group] if chosen else first_seed + self.row_group.astype(np.int64)
     members = first_member + np.arange(self.rows) % self.group_size
@@ -292,3 +287,13 @@ class EnvStateManager:
     """Ends the rollout: environments outside JAX may release their episodes. `reset` must precede the next `step`."""
     for pool in self.pools.values():
       pool.end()
+
+
+def refuse_programs(specs: Iterable[EnvSpec]) -> None:
+  """Raises UserError if programs play an environment over HTTP."""
+  for spec in specs:
+    if spec.env.played_by_programs:
+      raise UserError(
+        f'envs.{spec.tag}.type={spec.env.name!r}: programs play it, in training and --mode=eval; this mode plays '
+        'turn by turn'
+      )

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from ragen_jax.agent.chat_template import Around, ChatFormat
+from ragen_jax.utils.tool_calls import CALL, END_CALL
 
-CALL, END_CALL = '<tool_call>', '</tool_call>'
 _RESULT, _END_RESULT = '<tool_response>\n', '\n</tool_response>'
 _HEAD = (
   '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n'

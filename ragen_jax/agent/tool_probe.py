@@ -12,11 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragen_jax.agent.chat_template import ASSISTANT, SYSTEM, USER, Around, ChatFormat
+from ragen_jax.agent.chat_template import ASSISTANT, SYSTEM, TOOL, USER, Around, ChatFormat
 from ragen_jax.agent.template_program import TemplateError, TemplateProgram, first_difference
 from ragen_jax.agent.tool_format import FormatText, Part, Place, ToolFormat, call_parts, qwen_tools
+from ragen_jax.utils.tool_calls import call_json
 
-TOOL = 'tool'
 _SYSTEM, _USER, _REPLY, _RESULTS = 'qzSq', 'qzUq', 'qzAq', ('qzRq', 'qzQq')
 
 _Message = Mapping[str, Any]
@@ -173,8 +173,8 @@ def _reply(text: str, calls: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _calls(calls: Sequence[tuple[str, Any]]) -> list[str]:
-  """The JSON of calls, as `QwenFormat` writes it."""
-  return [f'{{"name": {_dump(name)}, "arguments": {_dump(arguments)}}}' for name, arguments in calls]
+  """The JSON of calls."""
+  return [call_json(name, _dump(arguments)) for name, arguments in calls]
 
 
 def _text(parts: Sequence[Part]) -> str:

@@ -11,12 +11,12 @@ import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents, build_frozen
+from ragen_jax.agent.reply_reader import BadCalls
 from ragen_jax.build_environments import played_by_programs
 from ragen_jax.config import rules
 from ragen_jax.envs import VerifiersTasks
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.prompt_search.wording import LEAST_SHOWN
-from ragen_jax.serving.conversation.reply_reader import BadCalls
 from ragen_jax.serving.play.env_program import ENVIRONMENT
 from ragen_jax.serving.play.episodes import INCOMPLETE
 from ragen_jax.utils.errors import UserError

@@ -123,7 +123,7 @@ def _check_needs(config: ConfigDict, sections: Sequence[str]) -> None:
     for tag in own:
       at_once = sum(n for other, n in own.items() if server[other] == server[tag])
       episodes[tag] = max(episodes[tag], at_once)
-  check_needs(specs, played | episodes)
+  check_needs(specs, played | episodes, config.envs)
   if {'train', 'eval'} <= set(sections):
     check_held_out(config, specs)
 

@@ -182,6 +182,11 @@ def check_eval(config: ConfigDict) -> None:
   )  # fmt: skip
   if e.endpoint:
     check_texts(config, tuple(e.tags), f'eval.endpoint={e.endpoint!r}')
+    for tag in e.tags:
+      rules.check(
+        config, f'envs.{tag}.tools_format', config.envs[tag].get('tools_format', 'text') == 'text',
+        f"must be 'text' with eval.endpoint={e.endpoint!r}, whose chat template is not known",
+      )  # fmt: skip
   rules.check(
     config, 'eval.endpoint_model', bool(e.endpoint_model) == bool(e.endpoint),
     f'must name a model of eval.endpoint={e.endpoint!r}, and must be empty without an endpoint',

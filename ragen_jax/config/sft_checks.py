@@ -167,7 +167,7 @@ def _check_experts(config: ConfigDict, specs: list[EnvSpec]) -> None:
       not sft.from_scratch,
       f'a tokenizer is made of the texts of games in JAX, not of {tag}',
     )
-  check_needs(specs)
+  check_needs(specs, envs=config.envs)
 
 
 def _check_images(config: ConfigDict, specs: list[EnvSpec]) -> None:

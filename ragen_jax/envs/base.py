@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -116,6 +117,9 @@ class Game(abc.ABC):
     shown_as: the noun for what an image shows, and what a reply describes, such as 'board'.
     whole_answer: whether the whole text of an answer is one action; otherwise actions are separated in it.
     system: the system message of its prompts; '' for the usual sentence.
+    functions: the tools that the chat template lists, {'type': 'function', 'function': ...} each. A call of one is an
+      action, its JSON between tags (`utils.tool_calls.tagged`). () if there are none, or the rules describe them.
+    typing_help: what a person reads besides the rules; '' for nothing.
     state_label: the word above an observation in prompts; '' for none.
     success_stands: whether a success of a game outside JAX that goes on counts, also if a limit ends the episode.
     counts_turns: whether prompts tell the limits of turns and actions, the number of a turn, and the actions left.
@@ -134,6 +138,8 @@ class Game(abc.ABC):
   shown_as: ClassVar[str] = 'board'
   whole_answer: ClassVar[bool] = False
   system: ClassVar[str] = ''
+  functions: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+  typing_help: ClassVar[str] = ''
   state_label: ClassVar[str] = 'State'
   success_stands: ClassVar[bool] = False
   counts_turns: ClassVar[bool] = True
@@ -155,6 +161,10 @@ class Game(abc.ABC):
   @abc.abstractmethod
   def format_action(self, action: Any) -> str:
     """The text of an action in an answer, the inverse of `parse_action`."""
+
+  def typed(self, text: str) -> str:
+    """The action that a person means by a piece of a line. The default is the piece itself."""
+    return text
 
   def read_action(self, text: str) -> tuple[Any, str] | None:
     """The action that a text names and the text of `format_action` for it, or None if it names none."""

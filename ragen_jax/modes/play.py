@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
@@ -18,7 +19,7 @@ from ragen_jax import build
 from ragen_jax import envs as registry
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
+from ragen_jax.agent.env_manager import EnvStateManager, first_training_level, refuse_programs
 from ragen_jax.agent.episode import Episode, Status, TextReply, Turn
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.image_observations import shows_images
@@ -71,7 +72,8 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO, *, level: str | None
   if not 0 <= first < 2**32:
     raise UserError(f'train.first_level={config.train.first_level}: the first level would be {first}; 0 to {2**32 - 1}')
   specs = build.env_specs(config, tags, (1,) * len(tags), field='train.tags')
-  check_needs(specs)
+  refuse_programs(specs)
+  check_needs(specs, envs=config.envs)
   specs = [dataclasses.replace(spec, tile=None) for spec in specs]  # people read the text
   if level is not None:
     specs = [_with_level_of(level, specs)]
@@ -84,10 +86,19 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO, *, level: str | None
     )
     for spec in specs
   ]
+  with tempfile.TemporaryDirectory(prefix='ragen_jax_play_') as folder:
+    _play_levels(proxies, first, level, functools.partial(Person, stdin, stdout, pathlib.Path(folder)), stdout)
+
+
+def _play_levels(
+  proxies: list[AgentProxy], first: int, level: str | None, make: Callable[[AgentProxy], Person], stdout: TextIO
+) -> None:
+  """Plays one level after another until the person ends the game; `first` is the seed of the first."""
+  tags = [spec.tag for proxy in proxies for spec in proxy.envs.specs]
   won, best = [], []
   for number in itertools.count():
     proxy, seed = proxies[number % len(tags)], first + number
-    person = Person(proxy, stdin, stdout)
+    person = make(proxy)
     which = f'level {number + 1}' if level is None else f'level of {level}, attempt {number + 1}'
     stdout.write(f'{tags[number % len(tags)]}, {which} (seed {seed})\n\n')
     if number < len(tags):  # the first of this environment
@@ -121,11 +132,11 @@ class Person:
 
   writes_tokens: ClassVar[bool] = False
 
-  def __init__(self, proxy: AgentProxy, stdin: TextIO, stdout: TextIO):
-    """Shows nothing before the first turn."""
+  def __init__(self, stdin: TextIO, stdout: TextIO, folder: pathlib.Path, proxy: AgentProxy):
+    """Shows nothing before the first turn. `folder` is for what an environment of images shows."""
     (self._spec,) = proxy.envs.specs
     self._envs, self._context = proxy.envs, proxy.context
-    self._picture: pathlib.Path | None = None  # the file with what an environment of images shows
+    self._picture = folder / 'observation.png'
     self._stdin, self._stdout = stdin, stdout
     self._solver = SolverSpeaker()
     self._typed = 0  # number of typed actions in the last turn
@@ -172,7 +183,7 @@ class Person:
         self._stdout.write('\n')
         self.quits = True
         return None
-      names = self._context.pieces(0, line)
+      names = [env.typed(piece) for piece in self._context.pieces(0, line)]
       unknown = [name for name in names if env.parse_action(name) is None]
       command = line.strip().lower()
       # A word that is both is an action, but a command if actions are free text.
@@ -188,7 +199,7 @@ class Person:
       elif command == 'hint':
         self._stdout.write(hint())
       elif unknown:
-        self._stdout.write(f'{unknown[0]!r} is not an action; {self._allowed()}\n')
+        self._stdout.write(f'{unknown[0]!r} is not an action{self._allowed()}\n')
       else:
         self._stdout.write(state)
 
@@ -212,10 +223,8 @@ class Person:
     picture = self._envs.picture(0) if shows_images(self._spec) else None
     if picture is None:
       return ''
-    if self._picture is None:
-      self._picture = pathlib.Path(tempfile.mkdtemp(prefix='ragen_jax_play_')) / 'observation.png'
     self._picture.write_bytes(encode_png(picture))
-    return f'The images are in {self._picture}\n'
+    return f'The images are in {self._picture} until the game ends.\n'
 
   @staticmethod
   def _ending(episode: Episode, best: float) -> str:
@@ -238,9 +247,10 @@ class Person:
     return (f' {self._context.settings.action_sep} '.join(names) or 'There is no advice.') + '\n'
 
   def _allowed(self) -> str:
-    """The words that can be typed, in one line."""
+    """What follows a word that is no action: those that are, in one line."""
     env, sep = self._spec.env, self._context.settings.action_sep
-    actions = env.action_help or f'allowed: {", ".join(env.action_words) or "what the task describes"}'
+    words = f'; allowed: {", ".join(env.action_words) or "what the task describes"}'
+    actions = f'. {env.action_help}' if env.action_help else words
     separated = f', separated by {sep}' if self._spec.actions_a_turn > 1 else ''
     return f'{actions.removesuffix(".")}{separated}; or {", ".join(_COMMANDS)}'
 
@@ -248,4 +258,5 @@ class Person:
     """The task of the prompt, and the commands."""
     task = describe_task(self._spec, self._context.settings.action_sep)
     commands = ', '.join(f'{name!r} ({meaning})' for name, meaning in _COMMANDS.items())
-    return f'{task}\nType the actions of a turn, or {commands}.\n\n'
+    more = f'\n{self._spec.env.typing_help}' if self._spec.env.typing_help else ''
+    return f'{task}{more}\nType the actions of a turn, or {commands}.\n\n'

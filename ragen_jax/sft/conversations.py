@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.tool_format import CALL, END_CALL
+from ragen_jax.agent.reply_reader import BadCalls
 from ragen_jax.agent.trajectory import Timeline, Trajectory
 from ragen_jax.serving.conversation.chat_format import QwenFormat
 from ragen_jax.serving.conversation.messages import Message, Role
-from ragen_jax.serving.conversation.reply_reader import BadCalls
 from ragen_jax.sft.messages import Conversation, read_line
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import replace_file
+from ragen_jax.utils.tool_calls import CALL, END_CALL
 
 # Pairs of ids: those before a reply, and those of the reply with its stop token.
 _Turns = Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -142,12 +142,8 @@ def _game_turns(conversation: Conversation, tokenizer: ChatTokenizer, reply_pref
 
 def _agent_turns(conversation: Conversation, tokenizer: ChatTokenizer, agents: QwenFormat, where: str) -> _Turns:
   """The replies as the policy gives them to agent programs. Each is read back as the server reads it."""
-  if tokenizer.tools_refused:
-    names = ', '.join(tool.name for tool in conversation.tools)
-    raise UserError(
-      f'{where}: tools are {names}; allowed: none with this model. {tokenizer.tools_refused}; a template must write '
-      f'tools as JSON, and calls as {CALL}{{"name": ..., "arguments": {{...}}}}{END_CALL}, such as that of Qwen2.5'
-    )
+  names = ', '.join(tool.name for tool in conversation.tools)
+  tokenizer.check_tools(f'{where}: tools are {names}; allowed: none with this model')
   prompt: list[int] = []
   replies = [(i, m) for i, m in enumerate(conversation.messages) if m.role is Role.ASSISTANT]
   turns = agents.turns(conversation.messages, conversation.tools)

@@ -49,7 +49,7 @@ class _Plan:
 
 def _reads_back(context: ContextManager, env: int, plan: _Plan, reply: TextReply) -> bool:
   """Whether a reply is read as its plan; not if the plan's texts hold tags of the form, a separator, special tokens."""
-  parsed, plain = context.parse(env, reply.text), context.tokenizer.harmless
+  parsed, plain = context.parse(env, reply.text, reply.ids), context.tokenizer.harmless
   texts = [*plan.names, *plan.texts.values()]
   return parsed.valid and list(parsed.names) == plan.names and all(plain(x) == x for x in texts)
 

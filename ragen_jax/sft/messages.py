@@ -14,17 +14,10 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from ragen_jax.serving.conversation.messages import (
-  Message,
-  Role,
-  Tool,
-  ToolCall,
-  dump_json,
-  parse_json,
-  tools_from_chat,
-)
+from ragen_jax.serving.conversation.messages import Message, Role, Tool, tools_from_chat
 from ragen_jax.serving.errors import ApiError
 from ragen_jax.utils.errors import one_line, short
+from ragen_jax.utils.tool_calls import ToolCall, dump_json, parse_json
 
 _HALF = re.compile('[\ud800-\udfff]')
 

@@ -240,7 +240,7 @@ def test_tags_of_one_server_share_its_sessions(monkeypatch):
   config.eval.tags, config.eval.tag_groups = ('B', 'FrozenLake'), (9, 1)
   config.train.groups = config.eval.groups = 10
   told = []
-  monkeypatch.setattr(checks, 'check_needs', lambda specs, episodes: told.append(episodes))
+  monkeypatch.setattr(checks, 'check_needs', lambda specs, episodes, envs: told.append(episodes))
   checks._check_needs(config, ('train', 'eval'))
   checks._check_needs(config, ('eval',))
   assert told == [{'A': 12, 'B': 18, 'C': 12, 'FrozenLake': 16}, {'B': 18, 'FrozenLake': 2}]

@@ -203,6 +203,18 @@ _ENDPOINT = {'eval.endpoint': 'http://127.0.0.1:9/v1', 'eval.endpoint_model': 'm
       r"^eval\.endpoint_model='': must name a model of eval\.endpoint='http://",
     ),
     (
+      _ENDPOINT
+      | {
+        'eval.tags': ('Dataset',),
+        'envs.Dataset.tools': ('search',),
+        'envs.Dataset.tools_format': 'template',
+        'envs.Dataset.tool_options.search.retriever': 'mock',
+        'envs.Dataset.max_turns': 2,
+        'envs.Dataset.max_actions': 2,
+      },
+      r"^envs\.Dataset\.tools_format='template': must be 'text' with eval\.endpoint='http://\S+', whose chat template",
+    ),
+    (
       {'eval.endpoint_model': 'm'},
       r"^eval\.endpoint_model='m': must name a model of eval\.endpoint='', and must be empty without an endpoint$",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pathlib
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Episode, Status
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.models import presets
+from ragen_jax.modes import play as play_mode
 from ragen_jax.modes.play import Person, play
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
@@ -58,7 +60,7 @@ class Typist:
 def _typed_level(proxy, seed, turns) -> tuple[Episode, list[list[int]]]:
   """A level in which turns are typed: the episode, and the conversation before each reply and at the end."""
   typist = Typist(turns)
-  typist.person = Person(proxy, typist, io.StringIO())
+  typist.person = Person(typist, io.StringIO(), pathlib.Path('none'), proxy)
   (episode,) = proxy.rollout(typist.person, seed).episodes
   return episode, [*typist.conversations, typist.person.conversation]
 
@@ -192,7 +194,9 @@ def test_hints_lead_to_the_success_that_is_stated(tag):
   for number in range(40 if tag == 'FrozenLake' else 8):
     screen = io.StringIO()
     follower = Follower(screen)
-    (episode,) = proxy.rollout(Person(proxy, follower, screen), config.train.first_level + number).episodes
+    (episode,) = proxy.rollout(
+      Person(follower, screen, pathlib.Path('none'), proxy), config.train.first_level + number
+    ).episodes
     assert len(follower.hints) == len(episode.turns) > 0 and episode.status != Status.ABANDONED
     assert all(1 <= len(hint) <= spec.budget.max_actions_per_turn for hint in follower.hints)
     won.append(episode.success)
@@ -361,3 +365,10 @@ def test_the_flag_names_a_level(tmp_path):
   (tmp_path / 'mine.txt').write_text(LEVEL)
   played = copy_main('--mode=play', '--config=frozenlake_ppo', f'--level={tmp_path / "mine.txt"}', given='quit\n')
   assert played.returncode == 0 and LEVEL in played.stdout, played.stderr
+
+
+def test_tasks_of_programs_are_refused_before_their_package_is_read(monkeypatch):
+  monkeypatch.setattr(play_mode, 'check_needs', lambda *_, **__: pytest.fail('reads what the environment needs'))
+  config = small_config(train__tags=('Verifiers',), envs__Verifiers__package='no-such-package')
+  with pytest.raises(UserError, match=r"^envs\.Verifiers\.type='verifiers': programs play it, in training and"):
+    play(config, io.StringIO(), io.StringIO())

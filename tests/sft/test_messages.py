@@ -7,10 +7,11 @@ import json
 
 import pytest
 
-from ragen_jax.serving.conversation.messages import Role, ToolCall
+from ragen_jax.serving.conversation.messages import Role
 from ragen_jax.sft import conversations
 from ragen_jax.sft.messages import read_line
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.tool_calls import ToolCall
 
 TOOL = {'type': 'function', 'function': {'name': 'look', 'parameters': {'type': 'object', 'properties': {}}}}
 LINE = {

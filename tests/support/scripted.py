@@ -15,9 +15,9 @@ import openai
 from openai import OpenAI
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.reply_reader import BadCalls
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.conversation.chat_format import QwenFormat
-from ragen_jax.serving.conversation.reply_reader import BadCalls
 from ragen_jax.serving.engine.engines import Engines
 from ragen_jax.serving.engine.settings import EngineStats
 from ragen_jax.serving.errors import QueueFull

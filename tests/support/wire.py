@@ -8,9 +8,9 @@ import random
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.reply_reader import BadCalls, ReplyReader
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.serving.conversation.chat_format import QwenFormat
-from ragen_jax.serving.conversation.reply_reader import BadCalls, ReplyReader
 from ragen_jax.serving.types import Finish, Generated, Piece, SamplingParams
 from ragen_jax.serving.wire.images import ImageLimits
 from ragen_jax.serving.wire.results import AnswerContext, Head

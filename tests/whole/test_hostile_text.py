@@ -22,6 +22,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.endpoint_client import read_reply
 from ragen_jax.agent.episode import Episode, Status, TextReply, Turn
+from ragen_jax.agent.reply_reader import BadCalls
 from ragen_jax.agent.world_model.descriptions import find_claims
 from ragen_jax.agent.world_model.formats import FORMATS, innermost_tags, read_answer, read_sections, write_reply
 from ragen_jax.agent.world_model.marks import mark_description
@@ -33,23 +34,15 @@ from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
 from ragen_jax.prompt_search.wording import excerpt, placeholders, quote, read_prompt
 from ragen_jax.serving.conversation.chat_format import Family, QwenFormat
-from ragen_jax.serving.conversation.matching import ReplyIndex
-from ragen_jax.serving.conversation.messages import (
-  Message,
-  Role,
-  TemplateOptions,
-  Tool,
-  ToolCall,
-  canonical,
-  from_canonical,
-)
-from ragen_jax.serving.conversation.reply_reader import BadCalls, read_call
+from ragen_jax.serving.conversation.matching import ReplyIndex, said_again
+from ragen_jax.serving.conversation.messages import Message, Role, TemplateOptions, Tool, canonical, from_canonical
 from ragen_jax.serving.engine.text import ReplyText
 from ragen_jax.serving.errors import ApiError
 from ragen_jax.serving.wire.answers import ENDPOINTS
 from ragen_jax.serving.wire.body import read_json
 from ragen_jax.sft import conversations
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.tool_calls import ToolCall, read_call
 from ragen_jax.viewer.records import token_pieces
 from ragen_jax.viewer.tensorboard import transcript
 from tests.support import text_games
@@ -260,9 +253,9 @@ def replies(world, text):
     json.dumps(
       [reply.content, reply.thought, [[c.name, c.arguments] for c in reply.calls]], ensure_ascii=False
     ).encode()
-    for message in reply.messages(''):
+    for message in said_again(reply, ''):
       canonical(message).encode()
-    fmt.render([Message(Role.USER, 'a'), *reply.messages('')[:1]], (), TemplateOptions(True, True, ''))
+    fmt.render([Message(Role.USER, 'a'), *said_again(reply, '')[:1]], (), TemplateOptions(True, True, ''))
   name, arguments, problem = read_call(text)
   assert read_call(text) == (name, arguments, problem)
   assert problem is not None or (name and isinstance(json.loads(arguments), dict))

@@ -62,6 +62,8 @@ class DatasetEnvironment(TextEnvironment):
     decay: the k-th attempt pays decay**(k-1) of its score.
     tools: what the policy can call before it answers, see `make_toolbox`; without tools, its answer is the action.
     tool_options: name of a tool -> its options.
+    tools_format: 'text' if the rules describe the tools and answers call them, 'template' if the model's chat template
+      lists them and replies call them in its form.
     show_verdict: whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
     instruction: the rules in the prompt; '' for a sentence that fits the options.
     timeout_s: seconds that foreign code may take to decide one answer.
@@ -93,6 +95,7 @@ class DatasetEnvironment(TextEnvironment):
   decay: float = 0.5
   tools: tuple[str, ...] = ()
   tool_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  tools_format: str = 'text'
   show_verdict: bool = False
   instruction: str = ''
   timeout_s: float = 10.0
@@ -122,7 +125,7 @@ class DatasetEnvironment(TextEnvironment):
     if (self.verifier == 'reasoning_gym') > self.generator.startswith('reasoning_gym:'):
       raise ValueError("dataset: verifier='reasoning_gym'; allowed: with generator='reasoning_gym:NAME'")
     self._verifier  # noqa: B018, its options are checked at once
-    object.__setattr__(self, '_toolbox', make_toolbox(self.tools, self.tool_options))
+    object.__setattr__(self, '_toolbox', make_toolbox(self.tools, self.tool_options, self.tools_format))
 
   @property
   def state_label(self) -> str:
@@ -148,10 +151,29 @@ class DatasetEnvironment(TextEnvironment):
     if not text:
       text = 'Choose the right answer.' if self.fields['choices'] else 'Answer the question.'
       text += f' If an answer is wrong, you may try again, {self.attempts} times in all.' * (self.attempts > 1)
-    if self._toolbox is None:
-      return text
-    ends = '' if self.attempts > 1 else ' and ends the episode'
-    return f'{text}\n{self._toolbox.rules(f"gives your answer{ends}")}'
+    return text if self._toolbox is None else f'{text}\n{self._toolbox.rules(self._finish_help)}'
+
+  @property
+  def _finish_help(self) -> str:
+    return 'gives your answer' + ('' if self.attempts > 1 else ' and ends the episode')
+
+  @property
+  def _in_template(self) -> bool:
+    return self._toolbox is not None and self._toolbox.in_template
+
+  @functools.cached_property
+  def functions(self) -> tuple[Mapping[str, Any], ...]:
+    """See `Game`."""
+    return tuple(self._toolbox.functions) if self._in_template else ()
+
+  @property
+  def typing_help(self) -> str:
+    """See `Game`: a person calls tools as a policy does whose prompt describes them."""
+    return self._toolbox.usages(self._finish_help) if self._in_template else ''
+
+  def typed(self, text: str) -> str:
+    """See `Game`."""
+    return self._toolbox.typed(text) if self._in_template else text
 
   @property
   def action_help(self) -> str:
@@ -264,7 +286,8 @@ class DatasetSession(Session):
   def expert(self, rows: Sequence[int]) -> list[Any]:
     """See `Session`: the reference answer, as one action; none for an item without."""
     answers = [self._verifier.reference(self._rows[row].item) for row in rows]
-    written = answers if self._tools is None else [write_call(FINISH, answer) for answer in answers]
+    plain = self._tools is None or self._env.functions
+    written = answers if plain else [write_call(FINISH, answer) for answer in answers]
     return [[text] if answer.strip() else [] for answer, text in zip(answers, written, strict=True)]
 
   def rationale(self, rows: Sequence[int]) -> list[Any]:

@@ -119,12 +119,12 @@ class SearchTool(Tool):
       else (f'shows the {self.top_k} passages that fit a query best')
     )
 
-  def read(self, argument: str) -> dict[str, Any]:
+  def checked(self, values: dict[str, Any], usage: str) -> dict[str, Any]:
     """See `Tool`."""
-    arguments = super().read(' '.join(argument.split()))
-    if len(arguments['query']) > LONGEST_QUERY:
+    query = ' '.join(super().checked(values, usage)['query'].split())
+    if len(query) > LONGEST_QUERY:
       raise WrongArguments(f'The query is longer than {LONGEST_QUERY} characters.')
-    return arguments
+    return {'query': query}
 
   def call(self, batch: Sequence[Mapping[str, Any]]) -> list[str | WrongArguments | Fault]:
     """See `Tool`. Equal queries are searched once."""

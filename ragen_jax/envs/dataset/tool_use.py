@@ -6,6 +6,9 @@ The whole answer is one call, written as `name[argument]`:
     book[{"city": "Turin", "nights": 2}]    calls a tool with several arguments, as JSON
     finish[Ada Lovelace]                    gives the answer of the episode
 
+Or the chat template lists the tools, and an answer that is a call is its JSON between tags (`utils.tool_calls`); any
+other answer is that of the episode.
+
 A mistake of the policy (no call, a tool that does not exist, wrong arguments, a budget that is spent) is told to it,
 and nothing is called. `make_toolbox` makes the tools from a config, `Toolbox` describes them, and `ToolUse` calls them
 for the rows of a session.
@@ -23,10 +26,13 @@ from typing import Any
 from ragen_jax.envs.dataset.mcp_tools import PREFIX, SECTION, McpSettings, McpTool, select_tools, shared_server
 from ragen_jax.envs.dataset.search import SearchTool
 from ragen_jax.envs.dataset.tools import FunctionTool, Tool, WrongArguments, cut
-from ragen_jax.envs.options import check_flag, check_mapping
+from ragen_jax.envs.options import check_choice, check_flag, check_mapping
 from ragen_jax.utils.errors import did_you_mean, one_line, short
 from ragen_jax.utils.threads import Fault, attempt
+from ragen_jax.utils.tool_calls import CALL, END_CALL, call_json, dump_json, tagged
+from ragen_jax.utils.tool_calls import read_call as read_json_call
 
+FORMATS = ('text', 'template')
 FINISH = 'finish'
 _FINISH_USAGE = f'{FINISH}[answer]'
 
@@ -125,6 +131,7 @@ class Toolbox:
   Attributes:
     free_text_is_answer: whether an answer that is no call of a tool is the final answer, as in RAGEN. Otherwise it is
       a mistake that is told to the policy.
+    in_template: whether the chat template lists the tools, in place of the rules.
   """
 
   def __init__(
@@ -132,6 +139,7 @@ class Toolbox:
     tools: Sequence[Tool],
     *,
     free_text_is_answer: bool = False,
+    in_template: bool = False,
     listed: Callable[[], Sequence[Tool]] | None = None,
   ):
     """Raises ValueError if two tools have the same name, or one has the name 'finish'.
@@ -140,7 +148,7 @@ class Toolbox:
       listed: the tools that servers list, which follow `tools`. It is called by `check`, or when they are first needed.
     """
     self._tools, self._listed = tuple(tools), listed
-    self.free_text_is_answer = free_text_is_answer
+    self.free_text_is_answer, self.in_template = free_text_is_answer, in_template
     _by_name(self._tools)
 
   @functools.cached_property
@@ -148,16 +156,45 @@ class Toolbox:
     """Name -> tool. Raises ValueError, with one line, if a server cannot be asked for its tools."""
     return _by_name([*self._tools, *(self._listed() if self._listed else ())])
 
+  @property
+  def functions(self) -> list[dict[str, Any]]:
+    """The tools as a chat template lists them."""
+    return [
+      {'type': 'function', 'function': {'name': tool.name, 'description': tool.help, 'parameters': dict(tool.schema)}}
+      for tool in self.tools.values()
+    ]
+
   def rules(self, finish_help: str = 'gives your answer and ends the episode') -> str:
-    """The lines of the prompt about the tools: what each does, how it is called, and how often."""
+    """The lines of the prompt about the tools. If the template lists them, they only say how often they are called."""
+    if not self.in_template:
+      return self.usages(finish_help)
+    limits = [f'{tool.name} {_often(tool)}' for tool in self.tools.values() if tool.budget]
+    return 'A reply has one call of a tool, or your answer.' + (
+      f' In an episode you may call {", ".join(limits)}.' if limits else ''
+    )
+
+  def usages(self, finish_help: str) -> str:
+    """What each tool does, how it is called in the text of an answer, and how often."""
     lines = ['An answer is one call, written as follows:']
     for tool in self.tools.values():
-      often = 'once' if tool.budget == 1 else f'at most {tool.budget} times'
-      lines.append(f'{tool.usage} {tool.help.rstrip(".")}' + (f'; {often} in an episode.' if tool.budget else '.'))
+      lines.append(
+        f'{tool.usage} {tool.help.rstrip(".")}' + (f'; {_often(tool)} in an episode.' if tool.budget else '.')
+      )
     lines.append(f'{_FINISH_USAGE} {finish_help}.')
     if self.free_text_is_answer:
       lines.append('Any other text is taken for your answer.')
     return '\n'.join(lines)
+
+  def typed(self, text: str) -> str:
+    """The answer that a person means by a text in the form of `usages`."""
+    name = argument = ''
+    try:
+      name, argument = read_call(text, (*self.tools, FINISH)) or ('', '')
+      if name in self.tools:
+        argument = dump_json(self.tools[name].read(argument))
+    except WrongArguments:
+      pass  # the call is made as it is, and the person reads what is wrong
+    return argument if name == FINISH else tagged(call_json(name, argument)) if name in self.tools else text
 
   def check(self) -> None:
     """Raises ValueError with one line if a tool lacks a file, a package or a server."""
@@ -167,6 +204,10 @@ class Toolbox:
   def open(self, rows: int) -> ToolUse:
     """The use of the tools by the rows of a session."""
     return ToolUse(self, rows)
+
+
+def _often(tool: Tool) -> str:
+  return 'once' if tool.budget == 1 else f'at most {tool.budget} times'
 
 
 def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
@@ -215,6 +256,8 @@ class ToolUse:
   def _read(self, row: int, answer: str) -> Final | Told | tuple[str, dict[str, Any]]:
     """The answer as a tool's name and arguments; what it is instead, if nothing is to be called."""
     box = self._toolbox
+    if box.in_template:
+      return self._read_json(row, answer)
     usages = [tool.usage for tool in box.tools.values() if self._left(row, tool) != 0]
     allowed = f'Allowed: {", ".join([*usages, _FINISH_USAGE])}.'
     try:
@@ -235,6 +278,26 @@ class ToolUse:
       if self._left(row, tool) == 0:
         raise WrongArguments(f'No call of {name} is left. {allowed}')
       return name, arguments
+    except WrongArguments as e:
+      return Told(str(e), False, self._metrics('invalid_calls'))
+
+  def _read_json(self, row: int, answer: str) -> Final | Told | tuple[str, dict[str, Any]]:
+    """`_read` of an answer that may be a call as JSON between tags."""
+    if not answer.startswith(CALL):
+      return Final(answer.strip(), self._metrics())
+    tools = self._toolbox.tools
+    usages = [tool.json_usage for tool in tools.values() if self._left(row, tool) != 0]
+    allowed = f'Allowed: {", ".join([*usages, "your answer"])}.'
+    try:
+      name, arguments, problem = read_json_call(answer.removeprefix(CALL).removesuffix(END_CALL))
+      if problem:
+        raise WrongArguments(f'A reply has one call. {allowed}')
+      if name not in tools:
+        raise WrongArguments(f'There is no tool {cut(name, _SHOWN)!r}. {allowed}')
+      values = tools[name].read_json(arguments, tools[name].json_usage)
+      if self._left(row, tools[name]) == 0:
+        raise WrongArguments(f'No call of {name} is left. {allowed}')
+      return name, values
     except WrongArguments as e:
       return Told(str(e), False, self._metrics('invalid_calls'))
 
@@ -263,7 +326,7 @@ def _call(tool: Tool, batch: list[dict[str, Any]]) -> list[Any]:
   return [fault] * len(batch) if fault is not None else results
 
 
-def make_toolbox(names: Any, options: Any) -> Toolbox | None:
+def make_toolbox(names: Any, options: Any, form: Any = 'text') -> Toolbox | None:
   """The tools of an environment. Making them starts no server.
 
   Args:
@@ -271,6 +334,7 @@ def make_toolbox(names: Any, options: Any) -> Toolbox | None:
       and MCP servers 'mcp:COMMAND' or 'mcp:ADDRESS'.
     options: `tool_options` of the config: name of a tool -> its options; 'finish' has `free_text_is_answer`, and 'mcp'
       has those of the servers.
+    form: `tools_format` of the config: 'text' if the rules describe the tools, 'template' if the chat template does.
 
   Returns:
     None if no tool is named.
@@ -306,9 +370,14 @@ def make_toolbox(names: Any, options: Any) -> Toolbox | None:
 
   if not servers:
     _check_sections(options, known)
+  check_choice('dataset', 'tools_format', form, FORMATS)
+  in_template = form == 'template'
+  if in_template and (flag or not names):
+    why = f'tool_options.{FINISH}.free_text_is_answer=True' if flag else 'tools=()'
+    raise ValueError(f"dataset: tools_format='template'; allowed: 'text' with {why}")
   if not tools and not servers:
     return None
-  return Toolbox(tools, free_text_is_answer=bool(flag), listed=listed if servers else None)
+  return Toolbox(tools, free_text_is_answer=bool(flag), in_template=in_template, listed=listed if servers else None)
 
 
 def _make_tool(name: str, options: Mapping[str, Any]) -> Tool:

@@ -14,6 +14,7 @@ import abc
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from ragen_jax.envs.outside.images import read_text
 from ragen_jax.utils.errors import describe_error, one_line
 from ragen_jax.utils.imports import import_function
 from ragen_jax.utils.threads import Fault, run_calls
+from ragen_jax.utils.tool_calls import call_json
 
 CUT_MARK = ' [cut]'
 _LEAST_CHARS = 100
@@ -92,40 +94,58 @@ class Tool(abc.ABC):
 
   @property
   def usage(self) -> str:
-    """How a call is written, such as 'search[query]'."""
+    """How a call is written in the text of an answer, such as 'search[query]'."""
     properties = self.schema['properties']
     if _takes_text(self.schema):
       return f'{self.name}[{next(iter(properties))}]'
-    optional = {field: '' if self._needs(field) else ' (optional)' for field in properties}
-    parts = [f'"{field}": {describe(kind)}{optional[field]}' for field, kind in properties.items()]
-    return f'{self.name}[{"{" + ", ".join(parts) + "}" if parts else ""}]'
+    return f'{self.name}[{self._arguments if properties else ""}]'
+
+  @property
+  def json_usage(self) -> str:
+    """How a call is written as JSON."""
+    return call_json(self.name, self._arguments)
+
+  @property
+  def _arguments(self) -> str:
+    kinds = self.schema['properties'].items()
+    optional = {field: '' if self._needs(field) else ' (optional)' for field, _ in kinds}
+    return f'{{{", ".join(f"{json.dumps(x)}: {describe(kind)}{optional[x]}" for x, kind in kinds)}}}'
 
   def _needs(self, field: str) -> bool:
     return field in self.schema.get('required', ())
 
   def read(self, argument: str) -> dict[str, Any]:
     """The arguments that a call writes between its brackets; raises WrongArguments."""
-    properties = self.schema['properties']
-    if _takes_text(self.schema):
-      (field,) = properties
-      if not argument and self._needs(field):
-        raise WrongArguments(f'The {field} is empty.')
-      # Halves of surrogate pairs cannot be sent.
-      return {field: argument.encode('utf-8', 'replace').decode()} if argument else {}
+    if not _takes_text(self.schema):
+      return self.read_json(argument if argument or self.schema['properties'] else '{}', self.usage)
+    (field,) = self.schema['properties']
+    # Halves of surrogate pairs cannot be sent.
+    values = {field: argument.encode('utf-8', 'replace').decode()} if argument or self._needs(field) else {}
+    return self.checked(values, self.usage)
+
+  def read_json(self, arguments: str, usage: str) -> dict[str, Any]:
+    """The arguments in a JSON text; raises WrongArguments, with how a call is written."""
     try:
-      values = read_json(argument) if argument or properties else {}
+      values = read_json(arguments)
     except ValueError:
       values = None
     if not isinstance(values, dict):
-      raise WrongArguments(f'The argument is not a JSON object; write {self.usage}.')
+      raise WrongArguments(f'The argument is not a JSON object; write {usage}.')
+    return self.checked(values, usage)
+
+  def checked(self, values: dict[str, Any], usage: str) -> dict[str, Any]:
+    """The arguments, if they follow the schema; raises WrongArguments, with how a call is written."""
+    properties = self.schema['properties']
     unknown = [field for field in values if field not in properties]
     if unknown:
-      raise WrongArguments(f'{one_line(unknown[0])} is no argument; write {self.usage}.')
+      raise WrongArguments(f'{one_line(unknown[0])} is no argument; write {usage}.')
     for field, kind in properties.items():
       if field not in values and self._needs(field):
-        raise WrongArguments(f'The argument "{field}" is missing; write {self.usage}.')
+        raise WrongArguments(f'The argument "{field}" is missing; write {usage}.')
       if field in values and not fits(values[field], kind):
         raise WrongArguments(f'"{field}" must be: {describe(kind)}.')
+      if _takes_text(self.schema) and self._needs(field) and not values[field].strip():
+        raise WrongArguments(f'The {field} is empty.')
     return values
 
 

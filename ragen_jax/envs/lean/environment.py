@@ -198,9 +198,8 @@ class LeanEnvironment(TextEnvironment):
     drafts = [proofs.write_draft(proofs.read_statement(text), tactics, usual) for _, text, tactics in asked]
     for (expected, _, _), outcome in zip(asked, self._server.check(drafts), strict=True):
       if isinstance(outcome, Fault):
-        raise ValueError(
-          f'lean: url={self.url!r}: {outcome}; allowed: the address of kimina-lean-server, see docs/lean.md'
-        )
+        where = 'url' if self.url in str(outcome) else f'url={self.url!r}'
+        raise ValueError(f'lean: {where}: {outcome}; allowed: the address of kimina-lean-server, see docs/lean.md')
       if outcome.kind != expected:
         told = one_line(outcome.reason, str)[:200] or outcome.kind
         raise ValueError(

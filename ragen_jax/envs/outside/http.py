@@ -48,9 +48,9 @@ from ragen_jax.envs.options import (
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
 from ragen_jax.envs.outside.images import ImageForm, check_image_options, decode_images
-from ragen_jax.envs.outside.timed_http import JsonRequests, NoAnswer
+from ragen_jax.envs.outside.timed_http import JsonRequests, in_parts
 from ragen_jax.utils.errors import describe_error, short
-from ragen_jax.utils.threads import Fault, run_calls
+from ragen_jax.utils.threads import Fault
 
 _log = logging.getLogger(__name__)
 
@@ -148,8 +148,7 @@ class HttpEnvironment(TextEnvironment):
 class HttpSession(Session):
   """The episodes of one client.
 
-  Several requests of one call are sent at a time. After all tries of a request have failed, the remaining requests are
-  not sent, so an unreachable server costs only one series of tries.
+  Several requests of one call are sent at a time, see `in_parts`.
   """
 
   def __init__(self, env: HttpEnvironment, rows: int):
@@ -198,7 +197,7 @@ class HttpSession(Session):
 
   def _ask(self, what: str, rows: Sequence[int], episodes: list[dict[str, Any]], **common: Any) -> list[Any]:
     """The answer of each episode, a mapping or a `Fault`; {} for each episode that is closed."""
-    env, size, failures = self._env, self._env.batch_size, []
+    env = self._env
     requests = dataclasses.replace(self._requests, tries=1) if what == 'close' else self._requests
     url = f'{env.url.rstrip("/")}/{what}'
 
@@ -210,20 +209,11 @@ class HttpSession(Session):
         raise ValueError(f'{count} episodes were sent, another number came back')
       return found
 
-    def send(part: list[dict[str, Any]]) -> list[Any]:
-      if not failures:
-        try:
-          return requests.post(url, {**common, 'episodes': part}, functools.partial(read, count=len(part)))
-        except NoAnswer as e:
-          failures.append(str(e))
-      return [Fault(f'{what} got no answer', failures[0])] * len(part)
+    def ask(part: Sequence[dict[str, Any]]) -> list[Any]:
+      return requests.post(url, {**common, 'episodes': part}, functools.partial(read, count=len(part)))
 
-    parts = [episodes[i : i + size] for i in range(0, len(episodes), size)]
-    calls = [functools.partial(send, part) for part in parts]
-    results = run_calls(calls, what=what, workers=env.workers, timeout_s=requests.longest_s, owner=env)
-    answers: list[Any] = []
-    for part, (result, fault) in zip(parts, results, strict=True):
-      answers += result if fault is None else [fault] * len(part)
+    limits = {'workers': env.workers, 'timeout_s': requests.longest_s, 'owner': env}
+    answers = in_parts(episodes, env.batch_size, ask, what=what, **limits)
     for row, answer in zip(rows, answers, strict=True):
       if isinstance(answer, Fault):
         self._ids.pop(row, None)  # nothing remains to be closed

@@ -94,7 +94,7 @@ class JsonRequests:
         is_away, reason = True, describe_error(e)
       except (ValueError, KeyError, TypeError, RecursionError) as e:
         is_away, reason = False, describe_error(e)
-    raise NoAnswer(f'{url}: {reason}, {self.tries} tries', is_away)
+    raise NoAnswer(f'{url}: {reason}, {self.tries} {"try" if self.tries == 1 else "tries"}', is_away)
 
   def _wait_s(self, tried: int) -> float:
     """Seconds to wait after this many tries, at least 1."""

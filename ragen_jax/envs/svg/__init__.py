@@ -1,1 +1,1 @@
-"""Pictures that are drawn again by small SVG programs: a safe reader and rasteriser of SVG, targets, and scores."""
+"""Pictures that the policy reproduces as SVG programs: a safe reader and rasteriser of SVG, targets, and scores."""

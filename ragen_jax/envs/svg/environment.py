@@ -39,7 +39,7 @@ _RANDOM_PROGRAMS = 4  # that random play chooses from
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SvgEnvironment(TextEnvironment):
-  """Pictures to draw again. An action is an SVG document. docs/svg.md describes the options for users.
+  """Pictures to reproduce. An action is an SVG document. docs/svg.md describes the options for users.
 
   Making it checks its options and reads no files. Files are read by `check`, or when they are first needed.
 

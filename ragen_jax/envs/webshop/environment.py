@@ -126,13 +126,14 @@ class WebShopEnvironment(TextEnvironment):
     return f'webshop {self.goal(seed)}'
 
   def check(self) -> None:
-    """Asks the server for the last goal; ValueError, with one line, if it does not have it."""
+    """Asks the server for its first and last goal; ValueError, with one line, if it does not have them."""
     self.goal(0)
-    problem = self._site.exists(self.goals - 1)
-    if problem:
+    if problem := self._site.problem(0, tries=self.retries + 1):
+      raise ValueError(f'webshop: url: {problem}; allowed: a server that tools/serve_webshop.py started')
+    if problem := self._site.problem(self.goals - 1, tries=1):
       raise ValueError(
-        f'webshop: url={self.url!r}, goals={self.goals}: goal {self.goals - 1} is not there ({problem}); allowed: a '
-        'server that tools/serve_webshop.py started, and the number of goals that it prints'
+        f'webshop: goals={self.goals}: goal {self.goals - 1} is not there ({problem}); allowed: the number of goals '
+        'that tools/serve_webshop.py prints'
       )
 
   def open(self, rows: int) -> WebShopSession:

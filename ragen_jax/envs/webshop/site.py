@@ -56,14 +56,14 @@ class Site:
   def _ask(self, addresses: Sequence[str]) -> list[Page]:
     return [self._requests.get(addresses[0], lambda body: read_page(body.decode(errors='replace')))]
 
-  def exists(self, goal: int) -> str:
-    """'' if the site has a goal of this number, or why not; one request."""
-    once = dataclasses.replace(self._requests, tries=1)
+  def problem(self, goal: int, *, tries: int) -> str:
+    """'' if the site has a goal of this number, or why not. It answers with a status of errors for other numbers."""
+    requests = dataclasses.replace(self._requests, tries=tries)
     try:
-      page = once.get(self.start(0, goal), lambda body: read_page(body.decode(errors='replace')))
+      page = requests.get(self.start(0, goal), lambda body: read_page(body.decode(errors='replace')))
     except NoAnswer as e:
       return str(e)
-    return '' if page.has_search else 'the page has no field for search words'
+    return '' if page.has_search else f'{self.start(0, goal)}: the page has no field for search words'
 
   def start(self, row: int, goal: int) -> str:
     """The address of the first page of a goal. Rows have sessions of their own, and few: the site forgets none."""

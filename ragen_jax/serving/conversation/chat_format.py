@@ -15,21 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.chat_template import END_THOUGHT, THOUGHT, Around, Thoughts
+from ragen_jax.agent.reply_reader import BadCalls, ReplyReader
 from ragen_jax.agent.segments import ImageSegment, ImageSpan, TextSegment, stripped
-from ragen_jax.agent.tool_format import CALL, END_CALL, FormatText, Part, call_parts
+from ragen_jax.agent.tool_format import FormatText, Part, call_parts
 from ragen_jax.serving.conversation.messages import (
   Message,
   Role,
   TemplateOptions,
   Tool,
-  ToolCall,
   canonical,
-  dump_json,
-  parse_json,
 )
-from ragen_jax.serving.conversation.reply_reader import BadCalls, ReplyReader
 from ragen_jax.serving.errors import bad_request
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.tool_calls import CALL, END_CALL, ToolCall, call_json, dump_json, parse_json
 
 _RESULT, _END_RESULT = '<tool_response>', '</tool_response>'
 
@@ -364,4 +362,4 @@ def _write_call(call: ToolCall) -> str:
     arguments = dump_json(parse_json(call.arguments or '{}'))
   except (ValueError, RecursionError):
     arguments = call.arguments
-  return f'{{"name": {dump_json(call.name)}, "arguments": {arguments}}}'
+  return call_json(call.name, arguments)

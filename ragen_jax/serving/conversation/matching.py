@@ -11,8 +11,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ragen_jax.agent.chat_template import END_THOUGHT, THOUGHT
+from ragen_jax.agent.reply_reader import ParsedReply
 from ragen_jax.serving.conversation.chat_format import QwenFormat
-from ragen_jax.serving.conversation.messages import Message
+from ragen_jax.serving.conversation.messages import Message, Role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,18 @@ class Conversation:
 
 # The conversation of a prompt that is given in ids.
 NO_MESSAGES = Conversation((), (), '')
+
+
+def said_again(reply: ParsedReply, prefix: str) -> tuple[Message, ...]:
+  """The messages that a client may send back for a reply; the first is the one that it got.
+
+  Some clients put the forced beginning of the reply, `prefix`, or the thought before the content.
+  """
+  texts = [reply.content, prefix + reply.content]
+  if reply.thought:
+    spellings = (f'{THOUGHT}\n{reply.thought}\n{END_THOUGHT}\n\n', f'{THOUGHT}{reply.thought}{END_THOUGHT}')
+    texts += [spelling + reply.content for spelling in spellings]
+  return tuple(Message(Role.ASSISTANT, t, reply.calls, reasoning=reply.thought) for t in dict.fromkeys(texts))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import itertools
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from ragen_jax.agent.segments import ImageSegment, Segments, join
 from ragen_jax.serving.errors import bad_request, wrong_value
+from ragen_jax.utils.tool_calls import ToolCall, dump_json, encodable, parse_json
 
 # Reads the image of a data URL, which is the value of the field that the second argument names.
 ReadImage = Callable[[Any, str], ImageSegment]
@@ -26,16 +26,6 @@ class Role(enum.StrEnum):
   USER = 'user'
   ASSISTANT = 'assistant'
   TOOL = 'tool'
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolCall:
-  """A call of a function. Its arguments are JSON text as the policy sampled it or the client gave it; other text if the
-  policy made a mistake."""
-
-  id: str
-  name: str
-  arguments: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,34 +73,6 @@ class TemplateOptions:
   enable_thinking: bool
   add_generation_prompt: bool
   reply_prefix: str
-
-
-def _refuse_constant(name: str) -> float:
-  raise ValueError(f'{name} is no number of JSON')
-
-
-_SURROGATE = re.compile('[\ud800-\udfff]')
-
-# NaN and Infinity, which Python writes and reads, are errors.
-JSON = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def parse_json(text: str) -> Any:
-  """A JSON value; ValueError if the text is no JSON, or is nested too deeply."""
-  try:
-    return JSON.decode(text)
-  except RecursionError as e:
-    raise ValueError('nested too deeply') from e
-
-
-def encodable(text: str) -> str:
-  """The text with U+FFFD for each lone surrogate, which JSON can spell and UTF-8 cannot encode."""
-  return _SURROGATE.sub('\ufffd', text)
-
-
-def dump_json(value: Any) -> str:
-  """JSON as the chat templates of the Qwen family write it."""
-  return encodable(json.dumps(value, ensure_ascii=False))
 
 
 def canonical(message: Message) -> str:

@@ -22,10 +22,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.reply_reader import BadCalls, ReplyReader
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving import errors
 from ragen_jax.serving.conversation.chat_format import QwenFormat
-from ragen_jax.serving.conversation.reply_reader import BadCalls, ReplyReader
+from ragen_jax.serving.conversation.matching import said_again
 from ragen_jax.serving.engine import keys
 from ragen_jax.serving.engine.engines import Engines
 from ragen_jax.serving.engine.settings import EngineSettings
@@ -261,7 +262,7 @@ class Service:
         if not aborted:
           choices.append(self._choice(pending, i, generated, reply.prompt_text))
           if choices[-1].reply is not None:
-            said = choices[-1].reply.messages(pending.spec.template.reply_prefix)
+            said = said_again(choices[-1].reply, pending.spec.template.reply_prefix)
         call_id = pending.head.id if i == 0 else f'{pending.head.id}-{i}'
         calls.append(
           open_.session.commit(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ragen_jax.serving.conversation.messages import encodable, parse_json
 from ragen_jax.serving.errors import bad_request, too_large, wrong_value
 from ragen_jax.serving.wire.fields import Field, Treatment
+from ragen_jax.utils.tool_calls import encodable, parse_json
 
 _DEEPEST = 100
 

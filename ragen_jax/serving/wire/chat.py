@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ragen_jax.serving.conversation.messages import Message, Role, ToolCall, from_chat, tools_from_chat
-from ragen_jax.serving.conversation.reply_reader import CallDone, ContentDelta, Event, ReplyReader, ThoughtDelta
+from ragen_jax.agent.reply_reader import CallDone, ContentDelta, Event, ReplyReader, ThoughtDelta
+from ragen_jax.serving.conversation.messages import Message, Role, from_chat, tools_from_chat
 from ragen_jax.serving.errors import bad_request
 from ragen_jax.serving.types import Generated, Piece
 from ragen_jax.serving.wire.body import Body
@@ -34,6 +34,7 @@ from ragen_jax.serving.wire.spec import (
   read_text_format,
   read_tool_choice,
 )
+from ragen_jax.utils.tool_calls import ToolCall
 
 
 def read(body: Body, limits: RequestLimits) -> CallSpec:

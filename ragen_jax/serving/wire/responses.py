@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ragen_jax.agent.reply_reader import CallDone, ContentDelta, Event, ThoughtDelta
 from ragen_jax.serving.conversation.messages import Message, Role, from_responses, tools_from_responses
-from ragen_jax.serving.conversation.reply_reader import CallDone, ContentDelta, Event, ThoughtDelta
 from ragen_jax.serving.errors import ApiError, wrong_value
 from ragen_jax.serving.types import Finish, Piece
 from ragen_jax.serving.wire import sse

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from ragen_jax.serving.conversation.reply_reader import ParsedReply, ReplyReader
+from ragen_jax.agent.reply_reader import ParsedReply, ReplyReader
 from ragen_jax.serving.errors import ApiError
 from ragen_jax.serving.types import Finish, Generated, Piece, SamplingParams
 from ragen_jax.serving.wire import sse

@@ -252,7 +252,7 @@ def test_a_wrong_number_of_results_is_a_fault(server, results):
   server.answer = lambda body: {'result': results}
   faults = search(connect(server, 'search_r1', retries=0), 'river', 'city')
   assert len(set(faults)) == 1
-  assert faults[0].detail.endswith(f'ValueError: 2 queries were sent, {len(results)} results came back, 1 tries')
+  assert faults[0].detail.endswith(f'ValueError: 2 queries were sent, {len(results)} results came back, 1 try')
 
 
 def test_what_is_refused_is_not_tried_again(server):
@@ -287,7 +287,7 @@ def test_a_server_that_is_too_slow_is_cut_off(server, monkeypatch):
 
   server.trouble = late
   (fault,) = search(connect(server, retries=0, timeout_s=60.0), 'city')
-  assert fault.detail == f'{server.url}/retrieve: no whole answer in 60 s, 1 tries'
+  assert fault.detail == f'{server.url}/retrieve: no whole answer in 60 s, 1 try'
   del server.requests[:]
   faults = search(connect(server, retries=0, timeout_s=60.0, workers=1), 'city', 'river')  # the second is not sent
   assert len(faults) == 2 and len(server.requests) == 1
@@ -301,7 +301,7 @@ def test_a_dead_server_costs_its_tries_once(server):
     unused.bind(('127.0.0.1', 0))
     url = f'http://127.0.0.1:{unused.getsockname()[1]}'
     faults = search(SearchTool(retriever=url, retries=0, workers=1), 'a', 'b')
-  assert len(set(faults)) == 1 and 'refused' in faults[0].detail and faults[0].detail.endswith(', 1 tries')
+  assert len(set(faults)) == 1 and 'refused' in faults[0].detail and faults[0].detail.endswith(', 1 try')
 
 
 def test_one_query_that_a_server_fails_at_is_its_own_and_three_are_all(server):

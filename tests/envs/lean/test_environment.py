@@ -234,7 +234,7 @@ def test_a_server_that_says_something_else_is_named_before_anything_begins(make,
     env.check()
   server.trouble = lambda body, number: (404, b'')
   with raises_one_line(
-    r"^lean: url='http://\S+': check got no answer: .* status 404 .*; allowed: the address of kimina"
+    r'^lean: url: check got no answer: http://\S+/api/check: status 404 [^/]*; allowed: the address of kimina'
   ):
     env.check()
 

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import envs as registry
 from ragen_jax.envs.outside.base import TextStep, read_observation, read_step
+from ragen_jax.utils.threads import Fault
 from tests.support.environments import raises_one_line
 from tests.support.serving import until
 from tests.support.stopped_clock import stop_clock
@@ -196,6 +197,14 @@ def test_a_dead_server_costs_its_tries_once_and_one_that_is_back_is_used(server)
   dead = False
   assert by_session(session, SEEDS, MEMBERS) == by_hand(6, SEEDS, MEMBERS)
   assert not server.closed  # those that never began need no end
+
+
+def test_three_requests_that_fail_end_a_batch_as_with_other_servers(server):
+  session = connect(server, batch_size=1, workers=1, retries=0).open(5)
+  server.trouble = lambda now, path, number: (404, b'') if now == 'before' and number != 2 else None
+  outcomes = session.reset(range(5), [1, 2, 3, 4, 5], [0] * 5)
+  assert [isinstance(outcome, Fault) for outcome in outcomes] == [True, False, True, True, True]
+  assert len(server.requests) == 4
 
 
 def test_a_server_that_trickles_is_cut_off(server, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import pathlib
 import re
+import types
 
 import numpy as np
 import pytest
@@ -243,10 +245,20 @@ def test_a_person_sees_the_pictures_in_a_file():
   seed = config.train.first_level
   out = io.StringIO()
   program = svg('<rect width="100" height="100" fill="red"/>')
-  play(config, io.StringIO(f'hint\n{program}\n<svg>\n'), out)
+  pictures = []
+
+  def lines():
+    yield 'hint\n'
+    yield f'{program}\n'
+    yield '<svg>\n'
+    file = re.findall(r'The images are in (.*) until the game ends\.\n', out.getvalue())[-1]
+    pictures.append((file, np.asarray(Image.open(file))))
+
+  typed = lines()
+  play(config, types.SimpleNamespace(readline=lambda: next(typed, '')), out)
   shown = out.getvalue()
   (spec,) = build.env_specs(config, ('SVG',), (1,))
-  assert f'> {spec.env.target(seed).program}\n' in shown and "'<svg>' is not an action; An answer is one SVG" in shown
-  (file,) = set(re.findall(r'The images are in (.*)\n', shown))
-  picture = np.asarray(Image.open(file))
+  assert f'> {spec.env.target(seed).program}\n' in shown and "'<svg>' is not an action. An answer is one SVG" in shown
+  ((file, picture),) = pictures
+  assert not pathlib.Path(file).parent.exists()
   assert picture.shape == (32, 66, 3) and picture[5, 40].tolist() == [255, 0, 0]

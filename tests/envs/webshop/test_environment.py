@@ -202,17 +202,32 @@ def test_parts_are_webshops_and_have_no_goal_in_common(make):
   assert {make(goals=700, split='validation').goal(seed) for seed in range(500)} == set(range(500, 700))
 
 
-def test_the_check_asks_for_the_last_goal(make, server):
+def test_the_check_asks_for_the_first_and_the_last_goal(make, server):
   make().check()
-  assert server.paths == ['/ragen0_fixed_1']
-  with raises_one_line(r'goals=3: goal 2 is not there \(.*status 500.*\); allowed: a server that tools/serve_webshop'):
+  assert server.paths == ['/ragen0_fixed_0', '/ragen0_fixed_1']
+  with raises_one_line(
+    r'^webshop: goals=3: goal 2 is not there \(http\S+_2: status 500 .*, 1 try\); allowed: the number of goals that'
+  ):
     make(goals=3).check()
-  assert len(server.paths) == 2  # an error of the site is its answer, and not tried again
+  assert len(server.paths) == 4  # an error of the site is its answer, and not tried again
   with raises_one_line('^webshop: goals=0; allowed: the number of goals of the server, which tools/serve_webshop'):
     make(goals=0).check()
   server.trouble = lambda path, number: (200, shop.done(0, 'B01', {}))
-  with raises_one_line('the page has no field for search words'):
+  with raises_one_line(
+    r'^webshop: url: http\S+: the page has no field for search words; allowed: a server that tools/'
+  ):
     make().check()
+
+
+def test_a_server_that_is_not_there_yet_is_asked_again(make, server):
+  server.trouble = lambda path, number: (503, '') if number < 3 else None
+  make(retries=2, backoff_s=0.01).check()
+  assert server.paths == ['/ragen0_fixed_0'] * 3 + ['/ragen0_fixed_1']
+  server.trouble = lambda path, number: (503, '')
+  with raises_one_line(
+    r'^webshop: url: http\S+_0: status 503 Service Unavailable, 2 tries; allowed: a server that tools/serve_webshop'
+  ):
+    make(retries=1, backoff_s=0.01).check()
 
 
 @pytest.mark.parametrize(

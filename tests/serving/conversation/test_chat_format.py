@@ -13,8 +13,9 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.templates import SYSTEM
 from ragen_jax.models import presets
 from ragen_jax.serving.conversation.chat_format import Family, QwenFormat
-from ragen_jax.serving.conversation.messages import Message, Role, TemplateOptions, ToolCall, tools_from_chat
+from ragen_jax.serving.conversation.messages import Message, Role, TemplateOptions, tools_from_chat
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.tool_calls import ToolCall
 from tests.support.wire import CALL_TAGS, QWEN3_TAGS, TOOL, tokenizer
 
 OPEN = TemplateOptions(enable_thinking=True, add_generation_prompt=True, reply_prefix='')

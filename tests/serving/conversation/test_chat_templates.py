@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.chat_template import Thoughts
 from ragen_jax.serving.conversation.chat_format import Family, QwenFormat
-from ragen_jax.serving.conversation.messages import Message, Role, TemplateOptions, ToolCall, tools_from_chat
+from ragen_jax.serving.conversation.messages import Message, Role, TemplateOptions, tools_from_chat
 from ragen_jax.serving.errors import ApiError
+from ragen_jax.utils.tool_calls import ToolCall
 from tests.agent.test_chat_template import REAL, reference
 from tests.support.chat_templates import KINDS, write_tokenizer
 from tests.support.wire import TOOL, reader

@@ -11,17 +11,15 @@ from ragen_jax.agent.segments import ImageSegment, join
 from ragen_jax.serving.conversation.messages import (
   Message,
   Role,
-  ToolCall,
   canonical,
-  dump_json,
   from_canonical,
   from_chat,
   from_responses,
-  parse_json,
   tools_from_chat,
   tools_from_responses,
 )
 from ragen_jax.serving.errors import ApiError
+from ragen_jax.utils.tool_calls import ToolCall, dump_json, parse_json
 
 CALL = {'id': 'c1', 'type': 'function', 'function': {'name': 'f', 'arguments': '{"a":1,"b":"\\u00fc"}'}}
 

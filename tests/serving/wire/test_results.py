@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from ragen_jax.serving.conversation.reply_reader import ParsedReply
+from ragen_jax.agent.reply_reader import ParsedReply
 from ragen_jax.serving.types import Piece
 from ragen_jax.serving.wire.results import Choice, Rest, token_logprobs, usage, versions, whole
 from tests.support.wire import generated, pieces, tokenizer

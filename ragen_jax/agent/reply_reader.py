@@ -1,4 +1,4 @@
-"""Conversation: replies as they are sampled, thought, content and tool calls.
+"""Replies as they are sampled, thought, content and tool calls.
 
     <think> thought </think> content <tool_call> {"name": …, "arguments": {…}} </tool_call>
 
@@ -17,10 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ragen_jax.agent.chat_template import END_THOUGHT, THOUGHT
-from ragen_jax.agent.tool_format import CALL, END_CALL
-from ragen_jax.serving.conversation.messages import JSON, Message, Role, ToolCall, encodable, parse_json
-
-_SPACE = re.compile(r'[ \t\n\r]*')
+from ragen_jax.utils.tool_calls import CALL, END_CALL, Problem, ToolCall, read_call
 
 
 class BadCalls(enum.StrEnum):
@@ -28,14 +25,6 @@ class BadCalls(enum.StrEnum):
 
   CONTENT = 'content'  # its text is content
   ARGUMENTS = 'arguments'  # a call whose arguments are the raw text, if its name can be read; otherwise content
-
-
-class Problem(enum.StrEnum):
-  """Why a call cannot be read."""
-
-  UNCLOSED_BLOCK = 'unclosed_block'  # the reply ends within it
-  INVALID_JSON = 'invalid_json'  # it is no JSON object, or its arguments are none
-  MISSING_NAME = 'missing_name'  # it names no function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +61,6 @@ class ParsedReply:
   calls: tuple[ToolCall, ...]
   problems: tuple[Problem, ...]
   thought_tokens: int
-
-  def messages(self, prefix: str) -> tuple[Message, ...]:
-    """The messages that a client may send back for the reply; the first is the one that it got.
-
-    Some clients put the forced beginning of the reply, `prefix`, or the thought before the content.
-    """
-    texts = [self.content, prefix + self.content]
-    if self.thought:
-      spellings = (f'{THOUGHT}\n{self.thought}\n{END_THOUGHT}\n\n', f'{THOUGHT}{self.thought}{END_THOUGHT}')
-      texts += [spelling + self.content for spelling in spellings]
-    return tuple(Message(Role.ASSISTANT, t, self.calls, reasoning=self.thought) for t in dict.fromkeys(texts))
 
 
 class _State(enum.Enum):
@@ -243,65 +221,6 @@ def _merge(events: Iterable[Event]) -> list[Event]:
     found = list(run)
     merged += found if kind is CallDone else [kind(''.join(event.text for event in found))]
   return merged
-
-
-def read_call(text: str) -> tuple[str, str, Problem | None]:
-  """Reads a tool call, {"name": …, "arguments": {…}}: its name, the arguments as they are written, and the problem.
-
-  With a problem, the name is '' if it cannot be read, and the arguments are the raw text from where reading fails.
-  """
-  name, arguments = '', '{}'
-  at = _skip(text, 0)
-  if text[at : at + 1] != '{':
-    return '', text, Problem.INVALID_JSON
-  at = _skip(text, at + 1)
-  more = text[at : at + 1] != '}'
-  while more:
-    try:
-      key, at = _value(text, at)
-      at = _skip(text, at)
-      if not isinstance(key, str) or text[at : at + 1] != ':':
-        return name, arguments, Problem.INVALID_JSON
-      start = _skip(text, at + 1)
-    except ValueError:
-      return name, arguments, Problem.INVALID_JSON
-    try:
-      value, at = _value(text, start)
-    except ValueError:
-      rest = text[start:].strip()
-      return name, rest.removesuffix('}').rstrip() if key == 'arguments' else arguments, Problem.INVALID_JSON
-    if key == 'name' and isinstance(value, str):
-      name = encodable(value)
-    elif key == 'arguments':
-      arguments = encodable(value) if isinstance(value, str) else '{}' if value is None else text[start:at]
-    at = _skip(text, at)
-    more = text[at : at + 1] == ','
-    at = _skip(text, at + 1) if more else at
-  if text[at : at + 1] != '}' or _skip(text, at + 1) != len(text):
-    return name, arguments, Problem.INVALID_JSON
-  if not name:
-    return '', text, Problem.MISSING_NAME
-  return name, arguments, None if _is_object(arguments) else Problem.INVALID_JSON
-
-
-def _skip(text: str, at: int) -> int:
-  """The next position that is no white space."""
-  return _SPACE.match(text, at).end()
-
-
-def _value(text: str, at: int) -> tuple[object, int]:
-  """A JSON value and the position after it; ValueError if there is none."""
-  try:
-    return JSON.raw_decode(text, at)
-  except RecursionError as e:
-    raise ValueError('nested too deeply') from e
-
-
-def _is_object(text: str) -> bool:
-  try:
-    return isinstance(parse_json(text), dict)
-  except ValueError:
-    return False
 
 
 class _TagsByText:

@@ -9,18 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_jax.agent.reply_reader import BadCalls, CallDone, ContentDelta, ParsedReply, ThoughtDelta
 from ragen_jax.serving.conversation.chat_format import Family, QwenFormat
-from ragen_jax.serving.conversation.messages import Role, ToolCall
-from ragen_jax.serving.conversation.reply_reader import (
-  BadCalls,
-  CallDone,
-  ContentDelta,
-  ParsedReply,
-  Problem,
-  ThoughtDelta,
-  read_call,
-)
+from ragen_jax.serving.conversation.matching import said_again
+from ragen_jax.serving.conversation.messages import Role
 from ragen_jax.serving.types import Finish
+from ragen_jax.utils.tool_calls import Problem, ToolCall, read_call
 from tests.support.wire import CALL_TAGS, QWEN3_TAGS, generated, pieces, reader, tokenizer
 
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'
@@ -155,14 +149,14 @@ def test_other_families_know_no_thoughts(formats):
 
 def test_clients_may_send_the_thought_and_the_prefix_back(formats):
   read = _read(formats[Family.QWEN3], '<think>\nhm\n</think>\n\nso')
-  assert [m.text for m in read.messages('P')] == [
+  assert [m.text for m in said_again(read, 'P')] == [
     'so',
     'Pso',
     '<think>\nhm\n</think>\n\nso',
     '<think>hm</think>so',
   ]
-  assert all(m.role is Role.ASSISTANT and m.reasoning == 'hm' for m in read.messages('P'))
-  assert [m.text for m in ParsedReply('so', '', (), (), 0).messages('')] == ['so']
+  assert all(m.role is Role.ASSISTANT and m.reasoning == 'hm' for m in said_again(read, 'P'))
+  assert [m.text for m in said_again(ParsedReply('so', '', (), (), 0), '')] == ['so']
 
 
 # -- tags by id and by text --------------------------------------------------------------------------------------------
