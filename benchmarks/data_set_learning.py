@@ -23,7 +23,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.learning_curves import draw, hardware, run  # noqa: E402
+from benchmarks.learning_curves import check_matplotlib, draw, hardware, run, seed_list  # noqa: E402
 
 CONFIG = 'configs/dataset_grpo.py'
 HELD_OUT = 256
@@ -59,10 +59,11 @@ def cpu_s() -> float:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--seeds', default='0,1,2')
+  parser.add_argument('--seeds', type=seed_list, default='0,1,2')
   parser.add_argument('--quick', action='store_true')
   arguments = parser.parse_args()
-  seeds = [int(s) for s in arguments.seeds.split(',')][: 1 if arguments.quick else None]
+  check_matplotlib()
+  seeds = arguments.seeds[: 1 if arguments.quick else None]
   runs = []
   with tempfile.TemporaryDirectory() as scratch:
     folder = pathlib.Path(scratch)

@@ -102,19 +102,29 @@ def draw(runs: list[dict], title: str, path: pathlib.Path) -> None:
   figure.savefig(path, dpi=130)
 
 
+def seed_list(text: str) -> list[int]:
+  """Numbers between commas."""
+  return [int(seed) for seed in text.split(',')]
+
+
+def check_matplotlib() -> None:
+  """Ends the process if the figure could not be drawn in the end."""
+  if importlib.util.find_spec('matplotlib') is None:
+    sys.exit('error: matplotlib is missing; pip install -r requirements.txt')
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--config', default='configs/frozenlake_ppo.py')
-  parser.add_argument('--seeds', default='0,1,2')
+  parser.add_argument('--seeds', type=seed_list, default='0,1,2')
   parser.add_argument('--out', default='', help='JSON; by default benchmarks/results/<config>.json')
   parser.add_argument('--figure', default='', help='PNG; by default docs/images/<config>.png')
   parser.add_argument('--quick', action='store_true')
   parser.add_argument('overrides', nargs='*', help='further flags of main.py, after --')
   arguments = parser.parse_args()
-  if importlib.util.find_spec('matplotlib') is None:
-    sys.exit('error: matplotlib is missing; pip install -r requirements.txt')
+  check_matplotlib()
   name = pathlib.Path(arguments.config.partition(':')[0]).stem
-  seeds = [int(s) for s in arguments.seeds.split(',')][: 1 if arguments.quick else None]
+  seeds = arguments.seeds[: 1 if arguments.quick else None]
   overrides = arguments.overrides + (['--config.num_iterations=2'] if arguments.quick else [])
   runs = []
   with tempfile.TemporaryDirectory() as scratch:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -27,7 +26,7 @@ import threading
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.learning_curves import hardware  # noqa: E402
+from benchmarks.learning_curves import check_matplotlib, hardware  # noqa: E402
 from ragen_jax.plots.style import figure_style  # noqa: E402
 
 ITERATIONS = 2_000
@@ -142,8 +141,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--quick', action='store_true')
   arguments = parser.parse_args()
-  if importlib.util.find_spec('matplotlib') is None:
-    sys.exit('error: matplotlib is missing; pip install -r requirements.txt')
+  check_matplotlib()
   if not pathlib.Path('/proc/self/statm').exists():
     sys.exit('error: this benchmark reads /proc, which only Linux has')
   out, image = ROOT / 'benchmarks' / 'results' / 'long_run.json', ROOT / 'docs' / 'images' / 'long_run.png'

@@ -16,7 +16,6 @@ variance within settings, pooled over all settings.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
@@ -33,7 +32,7 @@ from concurrent import futures
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.learning_curves import hardware  # noqa: E402
+from benchmarks.learning_curves import check_matplotlib, hardware  # noqa: E402
 from ragen_jax.runs.metrics import read_metrics  # noqa: E402
 
 SEEDS = (0, 1, 2)
@@ -246,8 +245,7 @@ def main() -> None:
   arguments = parser.parse_args()
   if not 1 <= arguments.jobs <= (os.cpu_count() or 1):
     sys.exit(f'error: --jobs={arguments.jobs}: must be 1 to {os.cpu_count()}, the number of cores')
-  if importlib.util.find_spec('matplotlib') is None:
-    sys.exit('error: matplotlib is missing; pip install -r requirements.txt')
+  check_matplotlib()
   wanted = arguments.only.split(',') if arguments.only else list(COMPARISONS)
   unknown = sorted(set(wanted) - set(COMPARISONS))
   if unknown:

@@ -210,9 +210,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.max_connections = 4096
   # Largest body of a request, in bytes.
   config.serve.max_body = 16_777_216
-  # Maximum number of images in a call; 0 refuses images. They need a model with a vision tower.
+  # Maximum number of images in a call; 0 refuses images. Images need a model with a vision tower.
   config.serve.max_images = 16
-  # Maximum tokens of an image; larger images are reduced.
+  # Maximum tokens of an image; larger images are scaled down.
   config.serve.image_tokens = 1280
   # Seconds for which a call goes on after its client has gone away, in case the client repeats it.
   config.serve.grace = 10.0

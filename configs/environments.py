@@ -384,8 +384,8 @@ def by_tag() -> ConfigDict:
         # Whether text that is no call is the answer, as in RAGEN.
         'finish': {'free_text_is_answer': False},
       },
-      # Who tells the policy of the tools: 'text', the rules in the prompt; or 'template', the model's chat template, in
-      # whose form the policy then calls them.
+      # What describes the tools to the policy: 'text', the rules in the prompt; 'template', the model's chat template,
+      # whose form calls and results then have.
       'tools_format': 'text',
       # Whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
       'show_verdict': False,

@@ -289,8 +289,11 @@ def trained_images(config: ConfigDict) -> ImageTableSizes | None:
   processor, tags = presets.processor(config.model.preset, config.model.path), tuple(config.train.tags)
   if processor is None or not any(played_by_programs(config.envs[tag].type) for tag in tags):
     return image_room(env_specs(config, tags, (1,) * len(tags)), processor)
-  tokens = min(config.serve.image_tokens, config.agent.max_context - 4)  # around it two tokens, and a reply
-  return largest_images(tokens, processor.factor) if config.serve.max_images and tokens > 0 else None
+  of_processor = [pixels // processor.factor**2 for pixels in (processor.min_pixels, processor.max_pixels)]
+  # Around it are two tokens, and a reply follows.
+  tokens = min(config.serve.image_tokens, config.agent.max_context - 4, of_processor[1])
+  fits = config.serve.max_images and tokens > of_processor[0]
+  return largest_images(tokens, processor.factor) if fits else None
 
 
 def _seen_columns(config: ConfigDict, model: LanguageModel) -> SeenColumns | None:

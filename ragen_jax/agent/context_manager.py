@@ -95,15 +95,12 @@ class ContextManager:
   def __init__(self, tokenizer: ChatTokenizer | None, specs: list[EnvSpec], settings: ContextSettings):
     """Prepares the fixed parts of the prompts. Without a tokenizer only `messages` and replies in text can be used.
 
-    Raises UserError if the chat template should list tools (`Game.functions`) and cannot, or no reply could call one.
+    Raises UserError if the chat template should list tools (`Game.functions`) and cannot.
     """
     self._functions = [tuple(map(dump_json, spec.env.functions)) for spec in specs]
-    for spec in (spec for spec, functions in zip(specs, self._functions, strict=True) if functions):
-      field = f"envs.{spec.tag}.tools_format='template'"
-      if tokenizer is not None:
-        tokenizer.check_tools(f"{field}: allowed: 'text' with this model")
-      if settings.force_prefix and opening_tags(settings.format) == opening_tags('no_think'):
-        raise UserError(f'agent.force_prefix=True: allowed: False with agent.format={settings.format!r} and {field}')
+    for spec, functions in zip(specs, self._functions, strict=True):
+      if functions and tokenizer is not None:
+        tokenizer.check_tools(f"envs.{spec.tag}.tools_format='template': allowed: 'text' with this model")
     self.tokenizer = tokenizer
     self.settings = settings
     form, tags = CHATML if tokenizer is None else tokenizer.format, opening_tags(settings.format)

@@ -145,7 +145,7 @@ def _request(spec: EnvSpec, turn: int, observation: Observation, settings: Conte
   answer = {'answer': _WHOLE_ANSWER} if spec.env.whole_answer else {}
   form = describe_form(settings.format, **answer, shown_as=spec.env.shown_as)
   if spec.env.functions:
-    form += f', or with a call of a tool in the place of {_ANSWER}{_WHOLE_ANSWER}{_END_ANSWER},'
+    form += f' (a call of a tool takes the place of {_ANSWER}{_WHOLE_ANSWER}{_END_ANSWER})'
   return plain(
     (spec.request or settings.request).format(
       form=form,

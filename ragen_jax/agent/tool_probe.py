@@ -77,8 +77,9 @@ def _find(program: TemplateProgram, form: ChatFormat) -> ToolFormat:
 
 def _beginning(text: str, form: ChatFormat, marks: Mapping[str, Place]) -> tuple[str | Place, ...]:
   """The texts and places of a conversation's beginning, which one question follows."""
-  begin, _, _ = text.partition(form.user.before + _USER)
-  if text != begin + form.user.before + _USER + form.user.after:
+  around = form.around(USER, behind_system=True)
+  begin, _, _ = text.partition(around.before + _USER)
+  if text != begin + around.before + _USER + around.after:
     raise TemplateError('with tools it writes a question in another way')
   pieces = re.split(f'({"|".join(map(re.escape, marks))})', begin)
   if sorted(piece for piece in pieces if piece in marks) != sorted(marks):
@@ -150,12 +151,13 @@ def _write(
   """A conversation as the format writes it; no reply is the last message."""
   system = messages[0]['content'] if messages[0]['role'] == SYSTEM else None
   parts = tools.beginning(None if system is None else form.strip(SYSTEM, system), list(map(_dump, listed)))
-  for role, run in itertools.groupby(messages[system is not None :], key=lambda message: message['role']):
+  for k, (role, run) in enumerate(itertools.groupby(messages[system is not None :], key=lambda m: m['role'])):
     texts = list(run)
     if role == TOOL:
       parts += tools.result_turn([message['content'] for message in texts])
     elif role == USER:
-      parts += [form.talk([(role, message['content'])]) for message in texts]
+      around = form.around(USER, behind_system=k == 0)
+      parts += [around.before + form.content(USER, message['content']) + around.after for message in texts]
     else:
       (message,) = texts
       calls = [(call['function']['name'], call['function']['arguments']) for call in message.get('tool_calls', ())]

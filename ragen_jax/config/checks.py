@@ -118,6 +118,12 @@ def _check_needs(config: ConfigDict, sections: Sequence[str]) -> None:
   played = dict.fromkeys((name.removeprefix(ENVIRONMENT) for name in runners if name.startswith(ENVIRONMENT)), 1)
   tags = tuple(episodes | played)
   specs = build.env_specs(config, tags, (1,) * len(tags))
+  answers = config.agent.format == 'no_think' and config.agent.force_prefix  # each reply begins with <answer>
+  for spec in specs:
+    rules.check(
+      config, 'agent.force_prefix', not (answers and spec.env.functions),
+      f"must be False with agent.format='no_think' and envs.{spec.tag}.tools_format='template'",
+    )  # fmt: skip
   server = {spec.tag: spec.env.server or spec.tag for spec in specs}
   for own in counts.values():  # a rollout plays its tags at the same time
     for tag in own:

@@ -21,6 +21,9 @@ from ragen_jax.models.layers import FUSE_BELOW_WIDTH, Projection, fan_in_normal,
 # The activations of MLPs, by the names of Hugging Face.
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_pytorch_tanh': functools.partial(jax.nn.gelu, approximate=True)}
 
+# The least sum of the shares of given experts; its inverse square is a float32.
+_LEAST_SHARE = 1e-15
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
@@ -149,7 +152,9 @@ class MixtureOfExperts(nnx.Module):
     chosen = own if given is None else given.astype(own.dtype)
     weights = jnp.take_along_axis(shares, chosen, axis=-1)
     if self.cfg.normalised:
-      weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+      total = jnp.sum(weights, axis=-1, keepdims=True)
+      # Columns of padding are given any experts, whose shares may all be 0.
+      weights = weights / (total if given is None else jnp.maximum(total, _LEAST_SHARE))
     return own, chosen, weights.astype(x.dtype)
 
 

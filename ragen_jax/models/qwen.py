@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, struct
 
 from ragen_jax.distributed.sharding import SamplingLayout, look_up, row_sharding
@@ -327,7 +328,7 @@ class Attention(nnx.Module):
       rope = (self.cfg.window_rope_theta,)
     q, k = (rotary(x, positions, *rope) for x in (q, k))
     if self.cfg.query_scalar:  # what attends divides by the root of the width
-      q = q * jnp.asarray((self.cfg.head_dim / self.cfg.query_scalar) ** 0.5, q.dtype)
+      q = (q * np.float32((self.cfg.head_dim / self.cfg.query_scalar) ** 0.5)).astype(q.dtype)
     if self.window and mask is not None:
       if window is not None:
         mask = mask.near(self.window, positions, column)

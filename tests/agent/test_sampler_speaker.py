@@ -6,6 +6,7 @@ import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -14,10 +15,12 @@ from ragen_jax import build
 from ragen_jax.agent.context_manager import Prompt
 from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import make_sampler
-from ragen_jax.agent.sampler_speaker import SamplerSpeaker
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker, _Chosen
+from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.models import presets
 from ragen_jax.sampling.draw import PLAIN, Sampling
 from ragen_jax.sampling.feeding import Stage
+from ragen_jax.sampling.schedule import Share
 from ragen_jax.sampling.shapes import Shapes
 from ragen_jax.training.batches import TokenRows, sampled_columns
 from tests.support import learning
@@ -366,7 +369,7 @@ def test_only_the_first_piece_of_a_prompt_begins_a_row(kind):
     calls.append((tokens.tolist(), count.tolist(), begins.tolist()))
 
   speaker = types.SimpleNamespace(
-    _observer=None, _params=None, _state=None, _sampler=types.SimpleNamespace(extend=extend),
+    _observer=None, _params=None, _state=None, _sampler=types.SimpleNamespace(extend=extend, experts=False),
   )  # fmt: skip
   log = types.SimpleNamespace(
     context=types.SimpleNamespace(tokenizer=types.SimpleNamespace(pad_id=0)),
@@ -383,6 +386,28 @@ def test_only_the_first_piece_of_a_prompt_begins_a_row(kind):
     ([[5, 6, 7, 8], [0] * 4, [0] * 4], [4, 0, 0], [False] * 3),
     ([[9, 10], [0] * 2, [0] * 2], [2, 0, 0], [False] * 3),
   ]
+
+
+def test_experts_of_prompts_stand_behind_their_rows_whether_fed_in_pieces_or_copied():
+  """Rows 0 to 2 begin: their first two tokens are those of row 0, and row 2 copies row 1. Row 3 goes on."""
+  timeline = Timeline(4, 6)
+  timeline.record_experts((1, 1), np.dtype(np.uint8))
+  timeline.append_context(3, (8, 8), 0)
+  prompts = {row: Prompt((5,) * n, row < 3) for row, n in enumerate((4, 3, 3, 2))}
+
+  def chosen(episodes, first, *experts):
+    of_tokens = jnp.asarray([[*x, *[99] * (3 - len(x))] for x in experts], jnp.uint8)[..., None, None]
+    return _Chosen(np.asarray(episodes), first, np.asarray([*map(len, experts)]), of_tokens)
+
+  found = [
+    chosen([0, -1], 0, [1, 2], []), Share(np.asarray([0, 0, 2, 0, 1, 2]), 2),
+    chosen([0, 1], 2, [3, 4], [5]), Share(np.asarray([0, 1, 1, 0, 1, 2]), 5),
+    chosen([-1, 3], 0, [], [6]), chosen([-1, 3], 1, [], [7]),
+  ]  # fmt: skip
+  speaker = types.SimpleNamespace(_schedule=types.SimpleNamespace(slots=np.asarray([[0, 1, 2], [3, -1, -1]])))
+  SamplerSpeaker._record(speaker, types.SimpleNamespace(timeline=timeline), prompts, found)
+  recorded = timeline.experts[:, :, 0, 0].tolist()
+  assert recorded == [[1, 2, 3, 4, 0, 0], [1, 2, 5, 0, 0, 0], [1, 2, 5, 0, 0, 0], [0, 0, 6, 7, 0, 0]]
 
 
 @pytest.mark.slow

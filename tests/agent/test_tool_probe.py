@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.segments import as_text
 from ragen_jax.agent.tool_format import qwen_tools
-from tests.support.chat_templates import KINDS, OTHER_TOOLS, QWEN25_TOOLS, TOOL_KINDS, write_tokenizer
+from ragen_jax.serving.conversation.chat_format import QwenFormat
+from ragen_jax.serving.conversation.messages import TemplateOptions, from_chat, tools_from_chat
+from tests.support.chat_templates import (
+  APART_TOOLS,
+  JOINED_TOOLS,
+  KINDS,
+  OTHER_TOOLS,
+  QWEN25_TOOLS,
+  TOOL_KINDS,
+  write_tokenizer,
+)
 
 
 def found(path, template):
@@ -36,6 +49,22 @@ def test_templates_without_tools_say_so_and_get_qwen_s(tmp_path, name, request):
     tokenizer.tools_refused == f'model.path={directory}: its chat template cannot be followed: it does not write tools'
   )
   assert tokenizer.tools == qwen_tools(tokenizer.format)
+
+
+@pytest.mark.parametrize('template', [JOINED_TOOLS, APART_TOOLS])
+def test_tools_of_templates_whose_system_message_joins_the_first_question(tmp_path, template):
+  tokenizer = found(tmp_path, template)
+  assert tokenizer.tools_refused == '' and tokenizer.format.joins_system
+  theirs, fmt = AutoTokenizer.from_pretrained(tmp_path), QwenFormat(tokenizer, keep_thoughts=True)
+  tools = [{'type': 'function', 'function': {'name': name, 'parameters': {}}} for name in ('look', 'go')]
+  asks, goes_on = ('user', 'Hi'), [('user', 'a'), ('assistant', 'b'), ('user', 'c')]
+  for talk in ([('system', 'Be.'), asks], [asks], goes_on):
+    sent = [{'role': role, 'content': content} for role, content in talk]
+    expected = theirs.apply_chat_template(sent, tools=tools, return_dict=False, add_generation_prompt=True)
+    assert list(fmt.render(from_chat(sent), tools_from_chat(tools), TemplateOptions(True, True, ''))) == expected
+    if len(talk) == 2:
+      ours = as_text(tokenizer.opening('Be.', 'Hi', '', [json.dumps(tool) for tool in tools]))
+      assert ours == theirs.decode(expected)
 
 
 def test_a_tokenizer_without_a_template_says_so(tmp_path):

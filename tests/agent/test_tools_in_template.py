@@ -142,8 +142,8 @@ def test_the_prompt_lists_the_tools_once_and_asks_for_a_call_or_an_answer(env, q
   assert 'shout[' not in first and 'finish' not in first
   assert 'A reply has one call of a tool, or your answer. In an episode you may call shout at most 2 times.' in first
   assert (
-    'Answer as <think>your thoughts</think><answer>your answer</answer>, or with a call of a tool in the place of '
-    '<answer>your answer</answer>, and nothing else, in at most 30 words.'
+    'Answer as <think>your thoughts</think><answer>your answer</answer> (a call of a tool takes the place of '
+    '<answer>your answer</answer>) and nothing else, in at most 30 words.'
   ) in first
   assert second == (
     '\n<|im_start|>user\n<tool_response>\nshout: A <B> É\nCalls of shout left: 1.\n</tool_response><|im_end|>\n'
@@ -272,7 +272,7 @@ def test_options_that_do_not_fit_are_refused(env, changes, message):
   assert str(e.value) == message
 
 
-def test_models_and_forms_without_calls_are_refused(env, qwen, tmp_path):
+def test_models_without_calls_are_refused(env, tmp_path):
   blind = ChatTokenizer(write_tokenizer(tmp_path / 'blind', KINDS['qwen2.5']))
   with pytest.raises(UserError) as e:
     context_of(env, blind)
@@ -281,9 +281,6 @@ def test_models_and_forms_without_calls_are_refused(env, qwen, tmp_path):
     'template cannot be followed: it does not write tools; a template must write tools as JSON, and calls as '
     '<tool_call>{"name": ..., "arguments": {...}}</tool_call>, such as that of Qwen2.5'
   )
-  with pytest.raises(UserError, match=r"^agent.force_prefix=True: allowed: False with agent.format='no_think' and "):
-    context_of(env, qwen, format='no_think')
-  context_of(env, qwen, format='no_think', force_prefix=False)
 
 
 def test_a_person_plays_with_the_model_s_prompts(env, tmp_path, monkeypatch):

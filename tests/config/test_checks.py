@@ -244,3 +244,19 @@ def test_tags_of_one_server_share_its_sessions(monkeypatch):
   checks._check_needs(config, ('train', 'eval'))
   checks._check_needs(config, ('eval',))
   assert told == [{'A': 12, 'B': 18, 'C': 12, 'FrozenLake': 16}, {'B': 18, 'FrozenLake': 2}]
+
+
+def test_a_forced_answer_leaves_no_place_for_calls_in_the_form_of_the_template():
+  config = small_config(
+    {
+      'eval.tags': ('Dataset',),
+      'envs.Dataset.tools': ('search',),
+      'envs.Dataset.tools_format': 'template',
+      'envs.Dataset.tool_options.search.retriever': 'mock',
+      'envs.Dataset.max_turns': 2,
+      'envs.Dataset.max_actions': 2,
+      'agent.format': 'no_think',
+    }
+  )
+  message = r"^agent\.force_prefix=True: must be False with agent\.format='no_think' and envs\.Dataset\.tools_format="
+  assert_refused(lambda c: checks._check_needs(c, ('eval',)), config, message)

@@ -12,8 +12,8 @@ from flax import nnx
 from ragen_jax.models.qwen import FULL, LINEAR
 from tests.support.models import EXPERTS, HYBRID_EXPERTS, random_model
 
-# Two turns of a loop over layers; of memories with several layers in a row.
-_TURNS = EXPERTS | {'num_layers': 4, 'mlp_layers': (1, 3)}
+# Two turns of a loop over layers and a layer behind it; two turns over memories, with several layers in a row.
+_TURNS = EXPERTS | {'num_layers': 5, 'mlp_layers': (1, 3)}
 _RUNS = HYBRID_EXPERTS | {'num_layers': 6, 'layer_kinds': (LINEAR, LINEAR, FULL) * 2}
 
 
@@ -67,3 +67,21 @@ def test_what_a_model_chooses_changes_no_bit_if_it_is_given():
   assert own.shape == (3, 9, 2, 3) and not own[:, :, 1].any() and own[:, :, 0].any()
   np.testing.assert_array_equal(model(x)[0], hidden)
   assert model.run(x)[2] is None
+
+
+def test_experts_without_a_share_reach_no_other_column():
+  """As in columns of padding, whose experts are 0 while a router is sure of others."""
+  model = random_model(40, **EXPERTS).policy
+  gate = model.layers[0].mlp.gate.kernel
+  gate.set_value(60 * gate[...])
+  tokens = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
+  hidden, _, own = model.run(model.embed(tokens), with_choices=True)
+  given = own.at[:, 6:].set(0)
+
+  @nnx.jit
+  def both(model, experts):
+    return nnx.value_and_grad(lambda m: jnp.sum(m.run(m.embed(tokens), experts=experts)[0][:, :6] ** 2))(model)
+
+  (total, gradient), (expected, of_own) = both(model, given), both(model, own)
+  assert np.isfinite(hidden).all() and total == pytest.approx(float(expected))
+  chex.assert_trees_all_close(gradient, of_own, rtol=1e-3, atol=1e-4)

@@ -85,8 +85,10 @@ def test_logits_are_those_of_transformers(models):
   found = nnx.jit(lambda m, t: m.logits(m(m.embed(t))[0][:, -64:]))(ours, jnp.asarray([ids]))[0]
   expected = their_logits(theirs, list(ids), last=64)
   assert np.std(expected) > 1
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)  # of logits up to 40, through 30 layers
-  assert np.abs(found - expected).max() < 2e-5 * np.abs(expected).max()
+  # Of logits up to 40. In Gemma's, two ways of attention in `transformers` differ by 8e-4.
+  atol, share = (2e-3, 5e-5) if ours.cfg.window else (1e-3, 2e-5)
+  np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
+  assert np.abs(found - expected).max() < share * np.abs(expected).max()
 
 
 def test_sampled_replies_of_three_turns_have_the_log_probs_of_transformers(models):

@@ -16,7 +16,7 @@ from ragen_jax.utils import alike
 from ragen_jax.utils.background import Background
 from tests.support.compilations import compiled
 from tests.support.configs import small_config
-from tests.support.models import random_policy
+from tests.support.models import EXPERTS, random_policy
 
 _LONG = 300.0  # seconds
 # One size of the cache, and one way to sample.
@@ -226,6 +226,22 @@ def test_the_gradient_of_the_critic_alone_is_another_program(tmp_path, monkeypat
   asked.clear()
   open_ahead._compile_step(name, program_list.batch_shapes(config, trainer)[0])
   assert asked == [name == 'gradient_critic', 'compiled'] * 2
+
+
+@pytest.mark.parametrize(('name', 'replays'), [('score', True), ('logprobs', False)])
+def test_programs_that_replay_experts_are_compiled_with_them_and_others_without(tmp_path, monkeypatch, name, replays):
+  config = small_config(**_SMALL, algorithm__replay_experts=True)
+  config.model.path = random_policy(config, tmp_path, **EXPERTS).directory
+  trainer, asked = build.make_trainer(config, build.load_policy(config)), []
+
+  def lower(scorer, params, batch, of):
+    asked.append((of, batch.experts is not None))
+    return types.SimpleNamespace(compile=lambda: None)
+
+  monkeypatch.setattr(ahead, 'lower_score', lower)
+  open_ahead = ahead.CompileAhead(config, trainer, _state(trainer), [], types.SimpleNamespace())
+  open_ahead._compile(name, program_list.batch_shapes(config, trainer)[0])
+  assert asked == [(name, replays)]
 
 
 def _state(trainer):

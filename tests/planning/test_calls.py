@@ -77,7 +77,7 @@ class _Log:
 class _Sampler:
   """Writes calls down, and ends each reply at its length."""
 
-  stop_ids = (1,)
+  stop_ids, experts = (1,), False
 
   def __init__(self, shards):
     self.share, self.calls = types.SimpleNamespace(own=shards, shards=shards, parts=1), []

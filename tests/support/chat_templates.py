@@ -237,6 +237,22 @@ OTHER_TOOLS = _with_tools(
   result=f'{_FIRST}{{{{ "<|im_start|>tool\n" }}}}{{% else %}}{{{{ " | " }}}}{{% endif %}}{{{{ m.content }}}}'
   f'{_LAST}{{{{ "<|im_end|>\n" }}}}{{% endif %}}',
 )
+# A system message begins the first question, and so do tools, or they have a turn of their own.
+_JOINED_BEGINNING = (
+  "{% set ns = namespace(lead='') %}{% if messages[0].role == 'system' %}"
+  "{% set ns.lead = messages[0].content + '\n\n' %}{% endif %}{% if tools %}"
+  "{% for t in tools %}{% set ns.lead = ns.lead + (t | tojson) + '\n' %}{% endfor %}OWN{% endif %}"
+)
+_JOINED = (
+  '{% for m in messages %}{% set text = m.content or "" %}{% if m.role == "tool" %}'
+  '{{ "<|im_start|>user\n<tool_response>" + text + "</tool_response><|im_end|>\n" }}'
+  '{% elif m.role != "system" %}{{ "<|im_start|>" + m.role + "\n" + ns.lead }}{% set ns.lead = "" %}{{ text }}'
+  f'{_CALLS}{{{{ "<|im_end|>\n" }}}}{{% endif %}}{{% endfor %}}'
+  '{% if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}'
+)
+JOINED_TOOLS = _JOINED_BEGINNING.replace('OWN', '') + _JOINED
+_OWN_TURN = '{{ "<|im_start|>developer\n" + ns.lead + "<|im_end|>\n" }}{% set ns.lead = "" %}'
+APART_TOOLS = _JOINED_BEGINNING.replace('OWN', _OWN_TURN) + _JOINED
 TOOL_KINDS = {
   'qwen2.5-tools': Kind(QWEN25_TOOLS, CHATML_TOKENS, CALL_TAGS, eos='<|im_end|>'),
   'qwen3-tools': Kind(QWEN3_TOOLS, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),

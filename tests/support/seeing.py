@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import zlib
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -102,8 +103,8 @@ def seeing_policy(config: ConfigDict, directory: pathlib.Path, family: str) -> L
 def act_at_random(context: ContextManager, monkeypatch: pytest.MonkeyPatch) -> None:
   """Lets every reply name an action of FrozenLake, so that a random policy sees several boards in an episode."""
 
-  def parse(env: int, text: str) -> ParsedReply:
-    del env
+  def parse(env: int, text: str, ids: Sequence[int] = ()) -> ParsedReply:
+    del env, ids
     action = zlib.crc32(text.encode()) % 4
     return ParsedReply((action,), (FrozenLake.action_names[action],), True, read_sections(text, 'free_think'))
 

@@ -96,7 +96,7 @@ class MadeUpLog:
   def append_context(self, row, ids, turn, images):
     self._append(row, ids, [0.0] * len(ids))
 
-  def append_reply(self, row, ids, turn, *, logprobs, values, entropies):
+  def append_reply(self, row, ids, turn, *, logprobs, values, entropies, experts):
     self._append(row, ids, logprobs)
 
   def _append(self, row, ids, logprobs):

@@ -20,7 +20,7 @@ from ragen_jax.training.batches import (
   micro_batches,
 )
 from ragen_jax.training.objective import WeightSettings, token_means, with_loss_weights
-from ragen_jax.training.packing import bin_shapes, pack, pack_batches, plan_batches, shared_tokens
+from ragen_jax.training.packing import _cost, bin_shapes, pack, pack_batches, plan_batches, shared_tokens
 from ragen_jax.training.scoring import Scorer
 from tests.support import learning
 from tests.support.models import random_model
@@ -197,6 +197,17 @@ def test_turns_and_rows_of_a_bin_have_numbers_of_their_own(kind):
     assert (part.sequence[~part.mask] == -1).all() and not part.before[~part.mask].any()
 
 
+def test_a_shared_column_has_the_experts_of_the_first_row_of_its_bin():
+  batch, length = _batch()
+  experts = np.random.default_rng(0).integers(1, 300, (*batch.tokens.shape, 2, 3)).astype(np.uint16)
+  for plan in _plans(batch, length, 'trees'):
+    expected = np.zeros((len(plan.bins), plan.width, 2, 3), np.uint16)
+    for at, _, row, path, shared in reversed([*plan._rows()]):
+      assert len(path) == length[row] >= shared
+      expected[at, path] = experts[row, : len(path)]
+    np.testing.assert_array_equal(plan.cut(batch.replace(experts=experts)).experts, expected)
+
+
 def test_packed_batches_are_those_that_programs_are_compiled_for():
   batch, length = _batch()
   experts = np.random.default_rng(0).integers(0, 300, (*batch.tokens.shape, 2, 3)).astype(np.uint16)
@@ -253,6 +264,9 @@ def test_rows_that_share_need_no_larger_calls_and_no_more_columns(seed):
   alone, shared = (pack_batches(every, length, length - beginning, settings, own)[0] for own in (None, tokens))
   of_alone, of_shared = (len(plans[0].bins) * plans[0].width for plans in (alone, shared))
   assert of_shared <= of_alone and len(shared) * of_shared <= len(alone) * of_alone
+  shapes = [(len(plans[0].bins), plans[0].width, plans[0].replies) for plans in (alone, shared)]
+  time_alone, time = (_cost(x, len(plans), settings.shards) for x, plans in zip(shapes, (alone, shared), strict=True))
+  assert time < time_alone + 1
   assert seed or shared_tokens(shared) > 0.5 * (1 - 1 / size) * beginning / length.mean()
 
 

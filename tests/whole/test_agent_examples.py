@@ -22,9 +22,11 @@ from ragen_jax.serving.play.episodes import EpisodeSettings, FinishedAttempt, Ta
 from ragen_jax.serving.play.runners import ProgramRunner, RunWatch
 from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.types import AttemptState
+from tests.support.images import data_url
 from tests.support.paths import ROOT
 from tests.support.scripted import SAMPLING, ScriptedEngine, Server, serve
-from tests.support.wire import CALL_TAGS, limits, tokenizer
+from tests.support.vision import image_of
+from tests.support.wire import CALL_TAGS, IMAGES, limits, tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +84,8 @@ def check_rows(server: Server, task: Task, tok, *, causes):
     group_size=1, incomplete='drop', off_policy='error', temperature=SAMPLING.temperature, top_p=SAMPLING.top_p,
     top_k=SAMPLING.top_k, success_reward='', success_score=1.0, max_calls=9, stop_id=tok.stop_ids[0], pad_id=tok.pad_id,
   )  # fmt: skip
-  attempt = FinishedAttempt(task.attempt_id, AttemptState.SUCCEEDED, '', tuple(calls), tuple(rewards))
+  pixels = server.store.ask(Tables.images, task.attempt_id)
+  attempt = FinishedAttempt(task.attempt_id, AttemptState.SUCCEEDED, '', tuple(calls), tuple(rewards), pixels)
   rollout, metrics = build_rollout([TaskAttempts('Agent', 0, (attempt,))], settings, tok.decode)
   trained = rollout.trajectory
   sampled = sum(len(call.generated.ids) for call in calls)
@@ -148,6 +151,52 @@ def test_both_interfaces_of_the_agents_sdk(tmp_path, tok, api, stream):
     check_rows(server, task, tok, causes=[''] * 5)
     prefix = 'resp_' if api == 'responses' else 'chatcmpl-'
     assert all(call.call_id.startswith(prefix) for call in server.calls(task))
+
+
+PICTURES = """
+from agents import Agent, Runner, ToolOutputImage, function_tool, set_tracing_disabled
+
+from ragen_jax.serving import client
+
+set_tracing_disabled(True)
+
+
+@function_tool
+def look() -> ToolOutputImage:
+  return ToolOutputImage(image_url=URLS[1])
+
+
+content = [{'type': 'input_text', 'text': 'Look: '}, {'type': 'input_image', 'image_url': URLS[0], 'detail': 'auto'}]
+agent = Agent(name='walker', model='policy', tools=[look])
+answers = Runner.run_sync(agent, [{'role': 'user', 'content': content}], max_turns=3).raw_responses
+client.reward(1.0, call=answers[-1].response_id)
+"""
+
+
+@pytest.mark.parametrize('api', ['responses', 'chat_completions'])
+def test_the_agents_sdk_sends_images_of_users_and_tools(tmp_path, api):
+  needs('agents')
+  seeing = tokenizer(tmp_path / 'seeing', CALL_TAGS, images=True)
+  pictures = [image_of(16, 24, seed) for seed in range(2)]
+  program = tmp_path / 'agent.py'
+  source = f'URLS = {[data_url(x) for x in pictures]!r}\n{PICTURES}'
+  if api == 'chat_completions':  # the SDK does not tell the ids of these answers
+    source = source.replace('import Agent,', 'import Agent, set_default_openai_api,')
+    source = source.replace(
+      'set_tracing_disabled(True)', f'set_default_openai_api({api!r})\nset_tracing_disabled(True)'
+    )
+    source = source.replace('call=answers[-1].response_id', "call='last'")
+  program.write_text(source)
+  engine = ScriptedEngine(
+    seeing, lambda prompt, number: 'Done.' if number else '<tool_call>\n{"name": "look"}\n</tool_call>'
+  )
+  with serve(tmp_path, engine, limits=limits(context=20_000, vocabulary=1000, images=IMAGES)) as server:
+    task = play(server, [PYTHON, str(program)])
+    check_rows(server, task, seeing, causes=['', ''])
+  shown = [[span.segment.image for span in request.images] for request in engine.requests]
+  np.testing.assert_array_equal(shown[0], pictures[:1])
+  # In chat completions, the SDK leaves images out of the results of tools.
+  np.testing.assert_array_equal(shown[1], pictures if api == 'responses' else pictures[:1])
 
 
 def test_the_reflection_of_autogen_drops_the_tools_and_begins_a_row(tmp_path, tok):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from ragen_jax import build
+from ragen_jax.agent.episode import TRUNCATED
 from ragen_jax.agent.language_model import make_sampler
 from ragen_jax.models import vocabulary
 from ragen_jax.training.packing import plan_rows
@@ -72,7 +73,7 @@ def _with_experts(selection, experts):
 
 
 def _forward(policy, t, experts=None):
-  """Rows by themselves: the log-probs of their tokens f32[B, T], and the choices of the routers [B, T, L, k]."""
+  """Rows by themselves: log-probs of their tokens f32[B, T], choices of the routers [B, T, L, k], values f32[B, T]."""
   graphdef, params = nnx.split(policy.model.policy)
 
   @jax.jit
@@ -81,7 +82,7 @@ def _forward(policy, t, experts=None):
     hidden, _, own = model.run(model.embed(tokens), experts=experts, with_choices=True)
     logits = vocabulary.masked(model.logits(hidden), policy.tokenizer.size, policy.tokenizer.banned, -jnp.inf)
     logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=2)[..., 0]
-    return jnp.pad(logprobs, ((0, 0), (1, 0))), own
+    return jnp.pad(logprobs, ((0, 0), (1, 0))), own, policy.model.value_head(hidden)
 
   return jax.device_get(run(params, t.tokens, experts))
 
@@ -102,7 +103,13 @@ def _others(experts, of):
       marks=pytest.mark.slow,
     ),
     pytest.param(
-      {'optimizer__packing': True, 'model__remat': True, 'lora__rank': 2, 'algorithm__kl_loss_coef': 0.1},
+      {
+        'optimizer__packing': True,
+        'model__remat': True,
+        'lora__rank': 2,
+        'algorithm__kl_loss_coef': 0.1,
+        'algorithm__bootstrap_truncated': True,
+      },
       HYBRID_EXPERTS,
       marks=pytest.mark.slow,
     ),
@@ -125,14 +132,14 @@ def test_the_update_uses_the_experts_that_the_sampler_recorded(tmp_path, fields,
   routed = [i for i, found in enumerate(policy.model.policy.cfg.with_experts) if found]
   # Prompts, observations and replies have what the routers choose, but for experts that are equal up to rounding.
   used = np.arange(t.tokens.shape[1]) < t.length[:, None]
-  logprobs, own = _forward(policy, t)
+  logprobs, own, _ = _forward(policy, t)
   assert t.experts.dtype == np.uint8 and not t.experts[~used].any()
   assert _others(t.experts, own)[used].mean() < 0.002
   # Other choices, the same for equal tokens: all others in the last layer with experts.
   changed = t.experts.copy()
   changed[:, :, routed[-1]] = (changed[:, :, routed[-1]] + 1) % 8
   selection = _with_experts(selection, changed)
-  given, now = _forward(policy, t, changed)
+  given, now, values = _forward(policy, t, changed)
   (plans,) = plan_rows([np.flatnonzero(t.length > 0)], t, trainer.settings.estimate.batching)
   batch, metrics = trainer.estimate(state, selection)
   found, _ = trainer.scorer.score(state.params, batch, plans)
@@ -142,6 +149,14 @@ def test_the_update_uses_the_experts_that_the_sampler_recorded(tmp_path, fields,
       theirs = np.take_along_axis(theirs, batch.columns, axis=1)
       np.testing.assert_allclose(ours[batch.mask], theirs[batch.mask], atol=2e-4)
   assert np.abs(found - chosen).max() > 1e-2
+  if 'critic' in state.params:  # its routers choose by themselves
+    by_itself = trainer.scorer.values(state.params, batch.replace(experts=None), plans)
+    np.testing.assert_allclose(trainer.scorer.values(state.params, batch, plans), by_itself, atol=2e-4)
+  elif trainer.settings.estimate.bootstrap_truncated:
+    bootstrap, last = trainer.estimator.bootstrap(state.params, selection.rollout), t.length - 1
+    cut = np.isin(t.status, TRUNCATED)
+    assert cut.any()
+    np.testing.assert_allclose(bootstrap[cut], values[np.arange(len(last)), last][cut], atol=2e-4)
   differ = _others(changed, now)[:, :, routed].mean(axis=(2, 3))
   differ = np.take_along_axis(differ, batch.columns - 1, axis=1)[batch.mask].mean()
   assert differ > 0.3 / len(routed)
@@ -153,7 +168,8 @@ def test_the_update_uses_the_experts_that_the_sampler_recorded(tmp_path, fields,
 
 @pytest.mark.slow
 def test_replay_changes_no_number_where_the_choices_are_the_same(tmp_path):
-  config, policy = _replaying(tmp_path, optimizer__packing=True)
+  # One step, because routers of other weights choose otherwise.
+  config, policy = _replaying(tmp_path, optimizer__packing=True, optimizer__mini_batch_size=16)
   found = {}
   for replays in (True, False):
     trainer = build.make_trainer(config, policy)
@@ -164,7 +180,7 @@ def test_replay_changes_no_number_where_the_choices_are_the_same(tmp_path):
       selection = _with_experts(selection, None)
     batch, _ = trainer.estimate(state, selection)
     _, found[replays] = trainer.update(state, batch, selection)
-  assert found[True].pop('actor/experts_differ') < 0.005
+  assert found[True].pop('actor/experts_differ') < 0.001
   assert 'actor/experts_differ' not in found[False]
   for name in ('actor/pg_loss', 'actor/grad_norm', 'actor/entropy', 'critic/vf_loss'):
     assert found[True][name] == pytest.approx(found[False][name], rel=1e-3), name

@@ -215,7 +215,7 @@ def conversations_of_clients(world, text):
   chain = ReplyIndex().chain(canonical(message) for message in messages)
   assert len(chain) == len(messages)
   for message in messages:
-    again = from_canonical(canonical(message))
+    again = from_canonical(canonical(message), {})
     assert (again.role, again.text) == (message.role, message.text)
 
 

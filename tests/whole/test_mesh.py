@@ -118,13 +118,15 @@ def _assert_same(many, one):
   ],
   ids=['memories', 'experts', 'windows', 'experts of neighbours'],
 )
-def test_eight_devices_change_nothing_for_other_kinds_of_layers(tmp_path, shape, fields):
+def test_eight_devices_change_nothing_for_other_kinds_of_layers(tmp_path, monkeypatch, shape, fields):
   source = presets.resolve('tiny', '')
   tiny = read_config(source)
   cfg = random_model(tiny.vocab_size, **shape).policy.cfg
   directory, params = str(tmp_path / 'model'), random_params(cfg)
   params = jax.tree.map(lambda x: 0.3 * x, params)
   save_model(directory, params, cfg, 'float32', tokenizer_dir=source)
+  of_one = {name: value for name, value in fields.items() if name != 'agent__decode_shards'}
+  monkeypatch.setenv('CONFIG_FIELDS', json.dumps(of_one))
   one = mesh_worker.play_and_update(directory, '1x1x1', str(tmp_path / 'one'))
   for result in _run(directory, tmp_path / 'eight', ['2x2x2', '4x1x2'], **fields).values():
     _assert_same(result, one)

@@ -192,7 +192,8 @@ class App:
     def read() -> CallSpec:
       return ENDPOINTS[kind].parse(read_json(raw, settings.max_body), settings.limits)
 
-    if settings.limits.images is None or b'image' not in raw:
+    # JSON may spell a name with escapes.
+    if settings.limits.images is None or not (b'image' in raw or b'\\u' in raw):
       return read()
     async with self._reading:
       return await asyncio.to_thread(read)

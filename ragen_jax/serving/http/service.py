@@ -125,11 +125,12 @@ class Service:
     self._check_names(spec)
     if access.attempt is None:
       return self._begin_outside(spec)
+    open_ = await self._sessions.open(access.attempt)
     pixels: Mapping[bytes, np.ndarray] = {}
     if spec.previous_response_id and self.settings.limits.images is not None:
-      ask = self.lifecycle.store.ask
-      pixels = await asyncio.to_thread(ask, Tables.images, access.attempt.attempt_id)
-    open_ = await self._sessions.open(access.attempt)
+      async with open_.lock:  # a call that is being stored is in the session already, but its pictures are not
+        pixels = await asyncio.to_thread(self.lifecycle.store.ask, Tables.images, access.attempt.attempt_id)
+      open_ = await self._sessions.open(access.attempt)  # it may have been dropped while the store was read
     if repeated:
       known = open_.unfollowed(digest) or await self._recorded(access, spec, digest)
       if known is None:  # while the store was read, the same request may have come again, or the session been dropped

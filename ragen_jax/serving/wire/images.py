@@ -20,6 +20,7 @@ from ragen_jax.utils.errors import UserError, describe_error
 FORMATS = ('PNG', 'JPEG', 'WEBP')
 # Pixels of a picture before it is resized; a larger one is not decompressed.
 MOST_PIXELS = 1 << 24
+_LONGEST_HEADER = 200
 _HEADER = re.compile(r'data:image/[\w.+-]+(;[\w.=+-]+)*;base64,', re.ASCII | re.IGNORECASE)
 
 
@@ -57,7 +58,7 @@ class RequestImages:
     self._read += 1
     if self._read > self._limits.count:
       raise bad_request(at, f'{at}: is image {self._read} of the request: must have at most {self._limits.count}')
-    header = _HEADER.match(url) if isinstance(url, str) else None
+    header = _HEADER.match(url, 0, _LONGEST_HEADER) if isinstance(url, str) else None
     if header is None:
       shown = url[:60] if isinstance(url, str) else url
       allowed = "a data URL, such as 'data:image/png;base64,...'; addresses are not fetched"

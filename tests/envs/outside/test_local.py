@@ -74,7 +74,7 @@ def test_an_environment_that_hangs_again_and_again_is_no_longer_played(monkeypat
   [
     ('python', {'class_path': 'tests.support.text_games:Broken'}, 'local'),
     ('gymnasium', {'id': 'CartPole-v1', 'task': 'Balance.', 'action_names': ('Left', 'Right')}, 'local'),
-    ('http', {'url': 'http://localhost:1', 'task': 'Climb.'}, 'http'),
+    ('http', {'url': 'http://localhost:1', 'task': 'Climb.'}, 'timed_http'),
   ],
 )
 def test_the_sessions_of_an_environment_share_its_limit_of_threads(kind, options, module, monkeypatch):

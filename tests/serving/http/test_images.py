@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import json
+import threading
+import urllib.request
 
 import numpy as np
 import openai
@@ -12,8 +15,10 @@ import pytest
 from ragen_jax.serving.play.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
 from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.types import AttemptState
+from ragen_jax.serving.wire.images import ImageLimits
 from tests.support.images import data_url
 from tests.support.scripted import ScriptedEngine, chat, said, serve
+from tests.support.serving import PATIENCE
 from tests.support.vision import image_of
 from tests.support.wire import CALL_TAGS, IMAGES, limits, tokenizer
 
@@ -172,3 +177,38 @@ def test_a_damaged_picture_of_the_store_is_an_error_of_the_store(tmp_path, engin
       tables._sql('UPDATE images SET png = ?', (base64.b64decode(other),))
     with pytest.raises(openai.InternalServerError, match='its log says why'):
       server.client(task).responses.create(model='policy', input='And?', previous_response_id=answer.id)
+
+
+def test_a_response_whose_pictures_are_still_being_stored_can_be_continued(server, engine, monkeypatch):
+  client, add = server.client(server.attempt(), max_retries=0), server.store.add_calls
+  begun, asked = threading.Event(), threading.Event()
+
+  def slowly(*args):
+    begun.set()
+    asked.wait(2)
+    add(*args)
+
+  monkeypatch.setattr(server.store, 'add_calls', slowly)
+  picture = {'type': 'input_image', 'image_url': data_url(PICTURES[0])}
+  first = client.responses.create(model='policy', input=[{'role': 'user', 'content': [picture]}], stream=True)
+  id_ = next(event.response.id for event in first if event.type == 'response.created')
+  assert begun.wait(PATIENCE)
+  threading.Timer(0.5, asked.set).start()
+  client.responses.create(model='policy', input='And?', previous_response_id=id_)
+  assert [shown(r) for r in engine.requests] == [[0], [0]]
+
+
+def test_a_name_spelled_with_escapes_is_read_in_a_thread_too(server, monkeypatch):
+  names, size = [], ImageLimits.size
+  monkeypatch.setattr(ImageLimits, 'size', lambda *args: names.append(threading.current_thread().name) or size(*args))
+  task = server.attempt()
+  for old, new in (('', ''), ('image', r'\u0069mage')):
+    body = json.dumps({'model': 'policy', 'messages': asks(part(0))})
+    body = body.replace(old, new) if old else body
+    request = urllib.request.Request(
+      f'{task.base_url}/chat/completions', body.encode(),
+      {'Authorization': f'Bearer {task.api_key}', 'Content-Type': 'application/json'},
+    )  # fmt: skip
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+      assert response.status == 200
+  assert len(names) == 2 and all(name.startswith('asyncio_') for name in names)

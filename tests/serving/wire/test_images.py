@@ -108,3 +108,10 @@ def test_a_size_that_the_tower_does_not_read_as_it_is_is_refused():
   limits = ImageLimits(dataclasses.replace(PROCESSOR, max_pixels=64 * 64), count=1, tokens=64)
   with pytest.raises(ApiError, match='too long for its width'):
     _read(data_url(image_of(8, 1600)), limits)
+
+
+def test_a_long_header_is_not_searched():
+  read = _read(data_url(image_of(16, 16)).replace(';base64', ';name=a.png;base64'))
+  assert read.columns == 4
+  with pytest.raises(ApiError, match='must be a data URL'):
+    _read(data_url(image_of(16, 16)).replace(';base64', ';a' * 200 + ';base64'))
