@@ -306,7 +306,8 @@ def _of_column(
     read = c.num_heads * c.head_dim
     heads = read * (1 + c.output_gate) + 2 * c.num_kv_heads * c.head_dim
   mlp = c.mlp_numbers(with_experts, tensor)
-  chunks += 4 * size * c.hidden_size * c.output_norms
+  if c.output_norms:  # and an activation of more operations, and scaled queries
+    chunks += size * (9 * c.hidden_size + 2 * mlp + heads // tensor)
   layer = chunks + size * (6 * (c.hidden_size + mlp) + 4 * heads // tensor)
   costly = size * (2 * (c.hidden_size + mlp) + (heads + read) // tensor)
   if rank:
@@ -315,7 +316,8 @@ def _of_column(
     layer, costly = layer + 2 * adapted, costly + adapted
   attended = size * read // tensor
   inputs = size * c.hidden_size
-  return {'none': layer, 'elementwise': costly, 'attention': inputs + attended, 'layers': inputs}, layer
+  held = 2 * layer if c.window else layer  # a turn of the loop has layers with and without windows
+  return {'none': layer, 'elementwise': costly, 'attention': inputs + attended, 'layers': inputs}, held
 
 
 @dataclasses.dataclass(frozen=True)
