@@ -217,7 +217,7 @@ def pack_batches(
   by_itself, most, limit = None, math.inf, math.inf
   if all(trees.columns(own) == own[:, 0].sum() for trees, own in zip(sharing, sizes, strict=True)):
     settings = dataclasses.replace(settings, widest=0)
-  else:  # what is shared must need neither more memory nor more time
+  else:  # calls of what is shared must have no more columns, and together take no longer
     by_itself = pack_batches(groups, length, scored, settings)
     plan = next(plan for plans in by_itself for plan in plans)
     shape = len(plan.bins), plan.width, plan.replies

@@ -8,10 +8,11 @@ import pytest
 from ragen_jax.agent.context_manager import Prompt
 from ragen_jax.agent.image_table_sizes import ImageCounts, ImageTableSizes
 from ragen_jax.agent.prompt_images import PromptImages
-from ragen_jax.agent.segments import ImageSegment, ImageSpan
+from ragen_jax.agent.segments import ImageSegment
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.utils.errors import UserError
 from tests.models.vision.test_encoder import _TOWER as TOWER
+from tests.support.vision import columns_of
 
 _PAD = TOWER.image_token_id
 # Images of three tokens, in up to four observations.
@@ -32,13 +33,7 @@ def _image(number: int, rows: int, columns: int) -> tuple[ImageSegment, Features
 
 def _prompt(*parts) -> Prompt:
   """Token ids, and images in their places."""
-  ids, spans = [], []
-  for part in parts:
-    if isinstance(part, ImageSegment):
-      spans.append(ImageSpan(part, len(ids), len(ids) + part.columns))
-      ids += [_PAD] * part.columns
-    else:
-      ids.append(part)
+  ids, spans = columns_of(parts, _PAD)
   return Prompt(tuple(ids), True, tuple(spans))
 
 

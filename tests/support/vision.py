@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
+from ragen_jax.agent.segments import ImageSegment, ImageSpan
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
 
 # Ids of the small vocabulary.
@@ -126,3 +128,15 @@ def conversation(grids, values: int, text: tuple[int, ...], seed: int = 0) -> Co
       tokens += [START, *[IMAGE] * (grid[0] * grid[1] // 4), END]
   patches = tuple(rng.normal(size=(h * w, values)).astype(np.float32) for h, w in grids)
   return Conversation(np.array(tokens), tuple(grids), patches)
+
+
+def columns_of(parts: Sequence[int | ImageSegment], pad: int) -> tuple[list[int], list[ImageSpan]]:
+  """The ids of columns and the places of images, from token ids and images in their order."""
+  ids, spans = [], []
+  for part in parts:
+    if isinstance(part, ImageSegment):
+      spans.append(ImageSpan(part, len(ids), len(ids) + part.columns))
+      ids += [pad] * part.columns
+    else:
+      ids.append(part)
+  return ids, spans

@@ -8,12 +8,13 @@ import random
 import numpy as np
 import pytest
 
-from ragen_jax.agent.segments import ImageSegment, ImageSpan
+from ragen_jax.agent.segments import ImageSegment
 from ragen_jax.models.vision.positions import rope_positions
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.serving.engine.eyes import Eyes, RowImages
 from ragen_jax.utils.errors import UserError
 from tests.models.vision.test_encoder import _TOWER as TOWER
+from tests.support.vision import columns_of
 
 _PAD = TOWER.image_token_id
 _SIDE = TOWER.patch_size * TOWER.merge_size
@@ -42,14 +43,7 @@ def _image(number: int, rows: int, columns: int) -> ImageSegment:
 
 
 def _row(*parts):
-  ids, spans = [], []
-  for part in parts:
-    if isinstance(part, ImageSegment):
-      spans.append(ImageSpan(part, len(ids), len(ids) + part.columns))
-      ids += [_PAD] * part.columns
-    else:
-      ids.append(part)
-  return ids, spans
+  return columns_of(parts, _PAD)
 
 
 def test_pieces_of_a_row_give_the_positions_of_the_whole_row():
