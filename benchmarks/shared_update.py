@@ -16,7 +16,8 @@ tokens with the lengths that the games have:
 An update is one optimiser step of GRPO on all rows, with the packing of the config. Each side has a process of its
 own, for its peak memory. Each takes a step that is not counted, because it compiles; then both take steps in turns, A B
 A B. The ratio is that of the CPU time of all threads, which other programs of the machine hardly change. The first
-steps of the two have the same weights, so their losses are compared.
+steps of the two have the same weights, so their losses are compared. With --control, the first side does not share
+either, and has narrower bins: the differences are then those of rounding.
 
 With --topology, nothing is run: the compiler of these chips estimates the device time of the gradients of both sides,
 in bfloat16, with sizes chosen for the memory of the chips. It needs requirements-aot.txt, and no weights in DIR.
@@ -59,6 +60,7 @@ from ragen_jax.training import packing  # noqa: E402
 from ragen_jax.training.selection import Selection  # noqa: E402
 
 SIDES = ('shared', 'by itself')
+CONTROL = ('narrow bins', 'by itself')
 _SIDE = 'SHARED_UPDATE_SIDE'
 
 
@@ -162,7 +164,8 @@ def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> N
   print(json.dumps({'tokens': int(rollout.trajectory.length.sum())}), flush=True)
   # Rows that may not share are packed as they were before beginnings were shared.
   share = packing.tokens_to_share if side == SIDES[0] else (lambda trajectory: None)
-  with mock.patch.object(packing, 'tokens_to_share', share):
+  pack = functools.partial(_pack_narrow, packing.pack_batches) if side == CONTROL[0] else packing.pack_batches
+  with mock.patch.object(packing, 'tokens_to_share', share), mock.patch.object(packing, 'pack_batches', pack):
     for _ in sys.stdin:
       batch, _ = trainer.estimate(state, chosen)
       start, start_cpu = time.perf_counter(), time.process_time()
@@ -175,6 +178,11 @@ def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> N
         'peak_gib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
       }  # fmt: skip
       print(json.dumps(answer), flush=True)
+
+
+def _pack_narrow(pack: Any, groups: Any, length: Any, scored: Any, settings: Any, tokens: Any = None) -> Any:
+  """Packs into single bins that are no wider than the longest row."""
+  return pack(groups, length, scored, dataclasses.replace(settings, columns=1, width=settings.step), tokens)
 
 
 def estimate(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -210,9 +218,10 @@ def estimate(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
   """Both sides of a case, in turns."""
-  sides, tokens, found = {}, {}, {side: [] for side in SIDES}
+  names = CONTROL if args.control else SIDES
+  sides, tokens, found = {}, {}, {side: [] for side in names}
   try:
-    for side in SIDES:
+    for side in names:
       command = [sys.executable, *sys.argv, f'--model={model}', f'--case={case}']
       environment = os.environ | {_SIDE: side}
       sides[side] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -233,13 +242,13 @@ def measure(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
   def times(of: str) -> dict[str, list[float]]:
     return {side: [round(x[of], 2) for x in own[1:]] for side, own in found.items()}
 
-  medians = {side: statistics.median(own) for side, own in times('cpu_seconds').items()}
+  medians = {side: statistics.median(own) for side, own in times('cpu_seconds').items() if own}
   first = {side: own[0] for side, own in found.items()}
   return {
     'model': model.partition('=')[0], 'case': case, 'groups': shape_of(case, args).groups,
-    'lora': args.lora and '=' in model, 'tokens': tokens[SIDES[0]],
-    'shared_tokens': round(first[SIDES[0]]['shared_tokens'], 4), 'seconds': times('seconds'),
-    'cpu_seconds': times('cpu_seconds'), 'ratio': round(medians[SIDES[1]] / medians[SIDES[0]], 2),
+    'lora': args.lora and '=' in model, 'tokens': tokens[names[0]],
+    'shared_tokens': round(first[names[0]]['shared_tokens'], 4), 'seconds': times('seconds'),
+    'cpu_seconds': times('cpu_seconds'), 'ratio': round(medians[names[1]] / medians[names[0]], 2) if medians else None,
     'peak_gib': {side: round(own[-1]['peak_gib'], 2) for side, own in found.items()},
     'loss': {side: own['loss'] for side, own in first.items()},
     'grad_norm': {side: own['grad_norm'] for side, own in first.items()},
@@ -254,6 +263,7 @@ def main() -> None:
   parser.add_argument('--groups', type=int, help='take this many groups of each case, for a slow machine')
   parser.add_argument('--repeat', type=int, default=2)
   parser.add_argument('--seed', type=int, default=0)
+  parser.add_argument('--control', action='store_true', help='two packings without sharing')
   parser.add_argument('--no-lora', dest='lora', action='store_false', help='train all weights')
   parser.add_argument('--topology', default='', help='estimate the time of these chips, such as v5e:2x4 or h100:1')
   parser.add_argument('--quick', action='store_true', help='the built-in model, a few episodes')
