@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, config_flags
 from ragen_jax.config import command_line
 from ragen_jax.distributed import processes
 from ragen_jax.runs.interrupt import Stopped, lost_interrupts_again
-from ragen_jax.utils import foreign
+from ragen_jax.utils import foreign, host_memory
 from ragen_jax.utils.background import still_compiling
 from ragen_jax.utils.errors import UserError, out_of_memory
 
@@ -100,6 +100,7 @@ MODES: dict[str, tuple[Callable[[ConfigDict, Sequence[str]], None], str]] = {
 }
 _WITHOUT_WORKDIR = ('play', 'plan')
 _ONE_PROCESS = ('play', 'plan', 'view', 'plot')
+_LEARN_OR_PLAY = ('train', 'eval', 'sft')
 _RESUMES = 'interrupted; the same command resumes from the last checkpoint, if there is one'
 # The last line of a mode that is interrupted; other modes have no more to say.
 _INTERRUPTED = {
@@ -155,6 +156,8 @@ def main(argv: list[str]) -> None:
   mode = _MODE.value
   if mode in _ONE_PROCESS and _COORDINATOR.value:
     raise UserError(f'--coordinator has no effect with --mode={mode}')
+  if mode in _LEARN_OR_PLAY:
+    _suit_allocator(_CONFIG.value)
   processes.connect(
     _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _PATIENCE.value, _CONNECT_TIMEOUT.value
   )
@@ -174,6 +177,14 @@ def main(argv: list[str]) -> None:
     raise UserError(left)
   if still_compiling():
     processes.exit_process(0)
+
+
+def _suit_allocator(config: ConfigDict) -> None:
+  """Keeps freed memory for a built-in model, before the first device is used."""
+  from ragen_jax.models import presets
+
+  if not config.model.path and config.model.preset in presets.BUILT_IN:
+    host_memory.keep_what_is_freed()
 
 
 def run() -> None:

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 _NO_LIMIT = 2**60
 # glibc's parameter M_MMAP_THRESHOLD of `mallopt`, and the bytes from which on an allocation has pages of its own.
 _MMAP_THRESHOLD, _OWN_PAGES = -3, 2**22
+# Its parameters M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD, with which freed memory stays in one heap,
+# which grows by 256 MiB at a time.
+_ONE_HEAP = ((-8, 1), (-4, 0), (-1, 2**31 - 1), (-2, 2**28))
 
 
 def available(root: str = '/') -> int:
@@ -67,11 +70,27 @@ def return_what_is_freed() -> None:
   By itself, glibc raises the size from which on it does so to that of the arrays that a run frees, up to 32 MiB. Arrays
   of a layer then leave holes that stay with the process. A threshold in the environment takes precedence.
   """
-  if 'MALLOC_MMAP_THRESHOLD_' in os.environ:
-    return
+  if 'MALLOC_MMAP_THRESHOLD_' not in os.environ:
+    _set((_MMAP_THRESHOLD, _OWN_PAGES))
+
+
+def keep_what_is_freed() -> None:
+  """Makes `free` keep memory for the next arrays. Does nothing where the C library is not glibc.
+
+  By itself, glibc returns the memory of a call of a program to the host, and every call gets its pages anew. For arrays
+  of a small model this takes longer than some of the computations. Must be called before the first device is used,
+  because its threads choose their heaps then. Settings of glibc's allocator in the environment take precedence.
+  """
+  given = any(name.startswith('MALLOC_') for name in os.environ) or 'malloc' in os.environ.get('GLIBC_TUNABLES', '')
+  if not given:
+    _set(*_ONE_HEAP)
+
+
+def _set(*parameters: tuple[int, int]) -> None:
   mallopt = getattr(_libc(), 'mallopt', None)
   if mallopt is not None:
-    mallopt(_MMAP_THRESHOLD, _OWN_PAGES)
+    for parameter in parameters:
+      mallopt(*parameter)
 
 
 def _libc() -> ctypes.CDLL | None:

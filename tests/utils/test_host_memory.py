@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -87,3 +88,41 @@ def test_freed_arrays_of_a_layer_leave_no_holes():
 
   assert held('return') < 1.1 * 10 * 16
   assert held('keep') > 1.8 * 10 * 16
+
+
+_FAULTS = """
+import resource, sys, threading
+from ragen_jax.utils import host_memory
+
+if sys.argv[1] == 'keep':
+  host_memory.keep_what_is_freed()
+
+def work():
+  for _ in range(20):
+    b'x' * (48 << 20)  # more than glibc's largest threshold
+
+def faults():
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+  thread = threading.Thread(target=work)
+  thread.start()
+  thread.join()
+  return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='glibc')
+@pytest.mark.parametrize('given', [{}, {'MALLOC_ARENA_MAX': '4'}, {'GLIBC_TUNABLES': 'glibc.malloc.arena_max=4'}])
+def test_arrays_of_a_thread_get_the_memory_of_freed_ones(given):
+  def faults(how):
+    command = [sys.executable, '-c', _FAULTS, how]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith('MALLOC_') and k != 'GLIBC_TUNABLES'}
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=clean | given)
+    return int(found.stdout)
+
+  whole = 20 * 48 * 2**20 / 4096
+  assert faults('leave') > 0.9 * whole
+  kept = faults('keep')
+  assert kept > 0.9 * whole if given else kept < 0.1 * whole
