@@ -33,6 +33,10 @@ class AgentProxy:
     self.limits = limits
     self._share = share
 
+  def divided(self, shares: int) -> list[AgentProxy]:
+    """Proxies of the equal shares of the environments, one for each thread; see `EnvStateManager.divided`."""
+    return [AgentProxy(envs, self.context, self.limits) for envs in self.envs.divided(shares)]
+
   def rollout(
     self,
     speaker: Speaker,

@@ -74,6 +74,7 @@ class EnvStateManager:
     pools: index into `specs` -> the rows of this environment, for the environments in this share.
     first_row: number of rows in the previous shares.
     rows: B = groups * G, number of rows in this share; group g has the rows g*G .. g*G+G-1 of the whole batch.
+    all_rows: number of rows in the whole batch.
     row_env: i32[B], index into `specs`.
     row_group: i32[B], number of the row's group in the whole batch.
     has_images: whether observations of the whole batch contain images.
@@ -98,7 +99,7 @@ class EnvStateManager:
       held_out: levels, in the form of `levels`, that `reset` replaces with others.
       processor: of the model that reads images; without it, all observations are text.
     """
-    self._held_out = held_out
+    self._held_out, self._processor = held_out, processor
     self._warned_few_levels: set[str] = set()
     self._warned_unsolved: set[str] = set()
     self.specs = list(specs)
@@ -107,7 +108,7 @@ class EnvStateManager:
     groups = len(whole) // shares
     own = np.arange(share * groups, (share + 1) * groups)
     self.first_row = int(own[0]) * group_size
-    self.rows = groups * group_size
+    self.rows, self.all_rows = groups * group_size, len(whole) * group_size
     self.row_env = np.repeat(whole[own], group_size).astype(np.int32)
     self.row_group = np.repeat(own, group_size).astype(np.int32)
     counts = np.bincount(self.row_env, minlength=len(self.specs)).tolist()
@@ -127,6 +128,18 @@ class EnvStateManager:
     other = copy.copy(self)
     other.pools = {i: copy.copy(pool) for i, pool in self.pools.items()}
     return other
+
+  def divided(self, shares: int) -> list[EnvStateManager]:
+    """The equal shares of this whole batch, whose number divides the groups. They warn once, as one batch does."""
+    found = [
+      EnvStateManager(
+        self.specs, self.group_size, share=i, shares=shares, held_out=self._held_out, processor=self._processor
+      )
+      for i in range(shares)
+    ]
+    for own in found:
+      own._warned_few_levels, own._warned_unsolved = self._warned_few_levels, self._warned_unsolved
+    return found
 
   @property
   def groups(self) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
+from concurrent import futures
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from ragen_jax.agent.agent_proxy import AgentProxy
+from ragen_jax.agent.episode import Limits
 from ragen_jax.agent.prompt_images import PromptImages
-from ragen_jax.agent.rollout import Rollout
+from ragen_jax.agent.rollout import Rollout, concatenate
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.distributed import processes
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models.layers import FUSE_BELOW_WIDTH
 from ragen_jax.sampling.sampler import Sampler, Sampling
 
 
@@ -62,6 +66,33 @@ class Player(Protocol):
     """Best possible success probability by tag, averaged over the levels of a rollout; NaN if unknown."""
 
 
+# Threads play equal shares of a rollout that have at least so many rows. Calls with fewer rows take no less time, and
+# more rows do not stay in the processor's caches.
+_ROWS_OF_SHARE = 128
+
+
+def shares_at_once(sampler: Sampler, limits: Limits, specs: list[EnvSpec], group_size: int) -> int:
+  """How many equal shares of a rollout in some environments are played by threads, if observations are text.
+
+  A call of a program of a small model keeps one core of a CPU busy, and the rows of a share stay in its caches. What an
+  episode is does not depend on the number of shares. 1 for other models and devices, for environments outside JAX, and
+  if `agent.rows_in_flight` limits the rows.
+  """
+  groups = sum(spec.num_groups for spec in specs)
+  rows = groups * group_size
+  on_one_cpu = sampler.mesh is not None and sampler.mesh.size == 1 and sampler.mesh.devices.flat[0].platform == 'cpu'
+  small = sampler.cfg.hidden_size < FUSE_BELOW_WIDTH
+  whole = 0 < limits.rows_in_flight < rows or any(spec.env.is_outside for spec in specs)
+  if not on_one_cpu or not small or whole or jax.process_count() > 1:
+    return 1
+  return max(n for n in range(1, max(rows // _ROWS_OF_SHARE, 1) + 1) if groups % n == 0)
+
+
+def _processors() -> int:
+  """Those that this process may use."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
 class EnvironmentPlayer:
   """The policy plays the environments of an `AgentProxy`; see `Player` for the attributes and methods.
 
@@ -76,9 +107,15 @@ class EnvironmentPlayer:
     self.specs, self.group_size = proxy.envs.specs, proxy.envs.group_size
     self.metrics: dict[str, float] = {}
     self.max_turns, self.reply_prefix = proxy.limits.max_turns, proxy.context.reply_prefix
+    shares = 1 if eyes is not None else shares_at_once(sampler, proxy.limits, self.specs, self.group_size)
+    self._shares = proxy.divided(shares) if shares > 1 else [proxy]
 
   def check(self, first_seed: int) -> None:
-    self.proxy.check_first_prompts(first_seed)
+    checked: set[int] = set()
+    for share in self._shares:
+      if not checked.issuperset(share.envs.pools):
+        share.check_first_prompts(first_seed)
+      checked.update(share.envs.pools)
 
   def play(
     self,
@@ -91,18 +128,31 @@ class EnvironmentPlayer:
     pictured: Collection[int] = (),
     level_seeds: np.ndarray | None = None,
   ) -> Rollout:
-    speaker = SamplerSpeaker(self._sampler, params, key, sampling, eyes=self._eyes)
-    return self.proxy.rollout(
-      speaker, first_seed, policy_version=policy_version, pictured=pictured, level_seeds=level_seeds
-    )
+    def play_share(proxy: AgentProxy) -> Rollout:
+      speaker = SamplerSpeaker(self._sampler, params, key, sampling, eyes=self._eyes)
+      return proxy.rollout(
+        speaker, first_seed, policy_version=policy_version, pictured=pictured, level_seeds=level_seeds
+      )
+
+    if len(self._shares) == 1:
+      return play_share(self.proxy)
+    with futures.ThreadPoolExecutor(_processors(), 'ragen_jax-share') as threads:
+      try:
+        return concatenate(list(threads.map(play_share, self._shares)), renumber=False)
+      except BaseException:
+        threads.shutdown(wait=False, cancel_futures=True)  # those that play are waited for at the end
+        raise
 
   def levels(self, first_seed: int) -> frozenset[bytes]:
-    own = self.proxy.envs.levels_from(first_seed)
+    own = frozenset().union(*(share.envs.levels_from(first_seed) for share in self._shares))
     return frozenset().union(*processes.gather_shares(own, self._sampler.share))
 
   def optimal(self, first_seed: int) -> dict[str, float]:
-    envs = self.proxy.envs
-    envs.reset(first_seed)
-    parts = processes.gather_shares((envs.optimal(), envs.row_env), self._sampler.share)
+    found = []
+    for share in self._shares:
+      share.envs.reset(first_seed)
+      found.append((share.envs.optimal(), share.envs.row_env))
+    own = tuple(np.concatenate(x) for x in zip(*found, strict=True))
+    parts = processes.gather_shares(own, self._sampler.share)
     best, env = (np.concatenate(x) for x in zip(*parts, strict=True))
-    return {s.tag: float(np.mean(best[env == i])) for i, s in enumerate(envs.specs)}
+    return {s.tag: float(np.mean(best[env == i])) for i, s in enumerate(self.proxy.envs.specs)}

@@ -273,9 +273,7 @@ class SamplerSpeaker:
     A draw depends on its key and its position in the row; a new row restarts the positions, so it needs a new key.
     """
     envs, own = log.envs, np.maximum(self._schedule.slots.reshape(-1), 0)
-    keys = jax.random.split(self._key, envs.rows * self._sampler.share.parts)[
-      envs.first_row : envs.first_row + envs.rows
-    ]
+    keys = jax.random.split(self._key, envs.all_rows)[envs.first_row : envs.first_row + envs.rows]
     keys, began = keys[jnp.asarray(own)], self._began[own]
     if not began.any():
       return keys

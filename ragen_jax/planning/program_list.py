@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
+from ragen_jax.agent.player import shares_at_once
 from ragen_jax.agent.sampler_speaker import rows_at_once
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.planning.abstract import chunk_columns, episodes, prompt_room, sampler_shapes, shape_of
@@ -49,13 +50,16 @@ def programs(config: ConfigDict, trainer: Trainer, rows: Mapping[str, int]) -> l
 
 
 def rows(config: ConfigDict, sampler: Sampler) -> dict[str, int]:
-  """Rows of the devices in 'rollout' and 'evaluation', as `SamplerSpeaker` chooses them. Every process must call."""
-  limits, room = build.episode_limits(config, []), build.trained_images(config)
-  share = sampler.share
-  return {
-    phase: share.shards * rows_at_once(sampler, limits, episodes(config, phase) // share.shards, room)
-    for phase in ('rollout', 'evaluation')
-  }
+  """Rows of the devices in 'rollout' and 'evaluation', of a share if threads play several. Every process must call."""
+  limits, room, shards = build.episode_limits(config, []), build.trained_images(config), sampler.share.shards
+  found = {}
+  for phase, name in (('rollout', 'train'), ('evaluation', 'eval')):
+    section, parts = config[name], shards
+    if room is None and not build_agents.plays_agents(config):
+      specs = build.env_specs(config, tuple(section.tags), build.group_counts(section, name))
+      parts *= shares_at_once(sampler, limits, specs, section.group_size)
+    found[phase] = shards * rows_at_once(sampler, limits, episodes(config, phase) // parts, room)
+  return found
 
 
 def of_sampler(config: ConfigDict, shards: int, rows: Mapping[str, int]) -> list[Program]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 
 class Observer:
-  """Given to all that calls programs and plays episodes; while someone listens, it passes on what it is told."""
+  """Given to all that calls programs and plays episodes; while someone listens, it passes on what any thread tells."""
 
   def __init__(self) -> None:
     self._listeners: list[Any] = []
+    self._one_at_a_time = threading.Lock()
 
   @contextlib.contextmanager
   def told_to(self, listener: Any) -> Iterator[None]:
@@ -31,8 +33,9 @@ class Observer:
         columns and scored tokens of a micro-batch; () for an optimiser step.
       weights: of 'extend' and 'decode'.
     """
-    for listener in self._listeners:
-      listener.runs(name, shape, weights)
+    with self._one_at_a_time:
+      for listener in self._listeners:
+        listener.runs(name, shape, weights)
 
   def played(self, rollout: Any, iteration: int) -> None:
     """Episodes were played; `iteration` is the first one whose programs are not yet running, from 0."""
