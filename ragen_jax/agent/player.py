@@ -136,7 +136,8 @@ class EnvironmentPlayer:
 
     if len(self._shares) == 1:
       return play_share(self.proxy)
-    with futures.ThreadPoolExecutor(_processors(), 'ragen_jax-share') as threads:
+    # More threads than processors: what one does on the host runs beside the programs of others.
+    with futures.ThreadPoolExecutor(2 * _processors(), 'ragen_jax-share') as threads:
       try:
         return concatenate(list(threads.map(play_share, self._shares)), renumber=False)
       except BaseException:

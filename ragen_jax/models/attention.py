@@ -28,6 +28,8 @@ _TILE, _PART = 128, 8
 
 # Queries per block in `attend_causal_by_row`.
 _ROW_BLOCK = 64
+# Scores that its blocks may hold, of one row or of several short ones: they stay in a processor's cache.
+_ROW_SCORES = 2**18
 # Longer rows go through a loop over blocks of so many queries and keys: one body is compiled, and pairs of blocks in
 # which no query sees a key are left out.
 _LOOP_FROM, _LOOP_QUERIES, _LOOP_KEYS = 512, 128, 256
@@ -298,7 +300,14 @@ def attend_causal_by_row(
 
     return _attend_in_blocks(q, k, v, visible)
 
-  return jax.lax.map(one_row, rows).astype(q.dtype)
+  return jax.lax.map(one_row, rows, batch_size=_rows_at_once(q)).astype(q.dtype)
+
+
+def _rows_at_once(q: jax.Array) -> int:
+  """Rows whose scores of a block of queries fit into `_ROW_SCORES`; their number divides that of all rows."""
+  rows, t, n, _ = q.shape
+  most = max(_ROW_SCORES // (n * min(t, _ROW_BLOCK) * t), 1)
+  return max(k for k in range(1, min(most, rows) + 1) if rows % k == 0)
 
 
 def row_scores(columns: int) -> int:
