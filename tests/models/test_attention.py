@@ -154,3 +154,12 @@ def test_a_cache_by_heads_is_attended_to_as_one_by_columns():
   got = attend_to_heads(q, new_k, new_v, mask, (*by_heads(k, v), seen))
   chex.assert_shape(got, (3, 1, 4, 8))
   np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize('rows, columns, heads', [(32, 128, 4), (30, 256, 4), (7, 192, 4), (8, 40, 2), (16, 512, 14)])
+def test_several_short_rows_attend_at_once(rows, columns, heads):
+  q = jax.ShapeDtypeStruct((rows, columns, heads, 16), jnp.float32)
+  at_once = attention._rows_at_once(q)
+  held = heads * min(columns, attention._ROW_BLOCK) * columns
+  assert rows % at_once == 0 and (at_once == 1 or at_once * held <= attention._ROW_SCORES)
+  assert at_once == rows or 4 * at_once * held > attention._ROW_SCORES or rows % (2 * at_once)
