@@ -60,26 +60,31 @@ def _side(args: argparse.Namespace) -> None:
 
   from ragen_jax import api, build
   from ragen_jax.agent.language_model import param_state
-  from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 
   config = api.load_config(args.config, _fields(args))
   policy = build.load_policy(config)
   specs = build.env_specs(config, tuple(config.train.tags), build.group_counts(config.train, 'train'))
-  proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, specs, config.train.group_size)
+  player = build.environment_player(config, policy, specs, config.train.group_size)
   params, fed = param_state(policy.model), []
+
+  class Listener:
+    def runs(self, name: str, shape: tuple[int, ...], weights: Any) -> None:
+      if name == 'extend':
+        fed.append(shape[1] * shape[3])
+
+    def played(self, rollout: Any, iteration: int) -> None:
+      pass
+
   for line in sys.stdin:
     fed.clear()
-    speaker = SamplerSpeaker(
-      policy.sampler, params, jax.random.key(int(line)), build.sampling(config.train),
-      observer=lambda call: fed.append((int(call.count.sum()), call.tokens.size)),
-    )  # fmt: skip
-    begin = time.perf_counter()
-    t = proxy.rollout(speaker, 10_000 + int(line)).trajectory
-    seconds = time.perf_counter() - begin
+    key, begin, cpu = jax.random.key(int(line)), time.perf_counter(), time.process_time()
+    with policy.sampler.observer.told_to(Listener()):
+      t = player.play(params, key, build.sampling(config.train), 10_000 + int(line)).trajectory
     told = {
-      'seconds': seconds, 'tokens': [row[:n].tolist() for row, n in zip(t.tokens, t.length, strict=True)],
-      'sampled': int(t.loss_mask.sum()), 'fed_tokens': sum(n for n, _ in fed), 'fed_columns': sum(n for _, n in fed),
-      'extend_calls': len(fed), 'traces': dict(policy.sampler.traces),
+      'seconds': time.perf_counter() - begin, 'cpu_seconds': time.process_time() - cpu,
+      'tokens': [row[:n].tolist() for row, n in zip(t.tokens, t.length, strict=True)],
+      'sampled': int(t.loss_mask.sum()), 'fed_columns': sum(fed), 'extend_calls': len(fed),
+      'traces': dict(policy.sampler.traces),
     }  # fmt: skip
     print(json.dumps(told), flush=True)
 
@@ -115,8 +120,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     name: {
       'seconds': [round(x['seconds'], 3) for x in of_side],
       'median': round(statistics.median(x['seconds'] for x in of_side), 3),
+      'cpu_median': round(statistics.median(x['cpu_seconds'] for x in of_side), 3),
       'first': round(first[name]['seconds'], 3),
-      **{key: of_side[0][key] for key in ('sampled', 'fed_tokens', 'fed_columns', 'extend_calls', 'traces')},
+      **{key: of_side[0][key] for key in ('sampled', 'fed_columns', 'extend_calls', 'traces')},
     }
     for name, of_side in found.items()
   }
