@@ -193,7 +193,7 @@ class LikelyCaches:
     """Those that sample for parts of the rows, with the caches from the smallest to the largest."""
     for p in self._listed(every):
       if p[0] == 'decode' and p[1][1] < every and smallest <= p[1][2] <= largest:
-        yield 2 + _is_greedy(p), p
+        yield 2, p
 
   def _caches(self, every: int) -> tuple[int, ...]:
     return sampler_shapes(self._config, every, self._shards).caches
@@ -213,12 +213,7 @@ class LikelyCaches:
       else:
         wanted = rows == every
       if wanted:
-        yield 1 + (at > size) + _is_greedy((name, shape)), (name, shape)
-
-
-def _is_greedy(program: Program) -> bool:
-  """Whether it samples for an evaluation's greedy part, which comes after its sampled one."""
-  return program[0] == 'decode' and program[1][3].temperature == 0
+        yield 1 + (at > size), (name, shape)
 
 
 def factors(*, updated: bool) -> tuple[float, ...]:

@@ -160,12 +160,11 @@ def decode(
   Args:
     keys: PRNG keys [B], one per row and episode.
     budget: i32[B], the most tokens that each reply may still get; 0 leaves the row unchanged.
-    temperature: f32[], used with a `Sampling` unless `sampling.temperature` is 0.
+    temperature: f32[], that of a `Sampling`; with 0, the most likely tokens are taken.
     enough: i32[], complete replies of a shard with which the loop ends; more than its rows for all.
     vocab_limit: ids from this one on are padding of the embedding and are never drawn.
     banned: other ids that are never drawn.
-    sampling: of a `Sampling`, `top_p`, `top_k` and whether `temperature` is 0 are compiled in; of a `RowSampling`,
-      nothing.
+    sampling: of a `Sampling`, `top_p` and `top_k` are compiled in; of a `RowSampling`, nothing.
     with_values: record values. Must be off for a critic with its own trunk: values are read from the policy's trunk.
     with_experts: record experts.
     alternatives: N, number of likeliest tokens to record for each token; more than 0 needs a `RowSampling`.
@@ -177,13 +176,13 @@ def decode(
   by_row = isinstance(sampling, RowSampling)
   if alternatives and not by_row:
     raise ValueError(f'alternatives={alternatives}: needs a RowSampling, not {sampling}')
-  divided = not by_row and sampling.temperature != 0
+  greedy = None if by_row else temperature == 0
   stops = jnp.asarray(stop_ids, jnp.int32)
   kept, cache = _kept(state), model.cache_to_read(state.cache)
 
   def scores(hidden: jax.Array) -> jax.Array:
     logits = vocabulary.masked(model.logits(hidden), vocab_limit, banned, -jnp.inf)  # [B, V]
-    return logits / temperature if divided else logits
+    return logits if by_row else logits / jnp.where(greedy, 1.0, temperature)
 
   def body(carry):
     step, window, hidden, reply = carry
@@ -192,7 +191,7 @@ def decode(
       position = state.draw_position + done
       token, logprob, entropy, top = draw_row_tokens(scores(hidden), keys, position, sampling, alternatives)
     else:
-      token, logprob, entropy = draw_tokens(scores(hidden), keys, state.draw_position + done, sampling)
+      token, logprob, entropy = draw_tokens(scores(hidden), keys, state.draw_position + done, sampling, greedy)
     token = jnp.where(live, token, 0)
 
     def record(into, values):

@@ -27,8 +27,8 @@ class Sampling:
 
   @property
   def compiled(self) -> Sampling:
-    """What a program is compiled for: all temperatures above 0 share one."""
-    return dataclasses.replace(self, temperature=0.0 if self.temperature == 0 else 1.0)
+    """What a program is compiled for: all temperatures share one, and one of 0 needs no filters."""
+    return PLAIN if self.temperature == 0 else dataclasses.replace(self, temperature=1.0)
 
 
 @struct.dataclass
@@ -46,14 +46,14 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0)
 
 
 def draw_tokens(
-  logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: Sampling
+  logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: Sampling, greedy: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Draws one token per row.
 
   A row's random number depends on its key and position only, so a reply depends neither on the other rows of the batch
   nor on how rows are laid out over devices. The logits f32[B, V] are already divided by the temperature, and -inf for
   tokens that must not be drawn. `keys` are PRNG keys [B], into which `positions` i32[B] are folded. Of `sampling`,
-  `top_p`, `top_k` and whether the temperature is 0 are read.
+  `top_p` and `top_k` are read. With `greedy` bool[], the most likely tokens are taken.
 
   Returns:
     tokens i32[B], their log-probabilities f32[B] under the filtered distribution, and the entropies f32[B] of the
@@ -63,14 +63,14 @@ def draw_tokens(
   below = logits - most  # of the most likely token; at most 0
   total = jnp.sum(jnp.exp(below), axis=-1)
   entropies = jnp.log(total) - jnp.sum(jnp.exp(below) * jnp.maximum(below, -1e30), axis=-1) / total
-  greedy = sampling.temperature == 0
-  if not greedy and (sampling.top_k > 0 or sampling.top_p < 1.0):
+  if sampling.top_k > 0 or sampling.top_p < 1.0:
     below = filter_logits(logits, sampling.top_k, sampling.top_p) - most
     total = jnp.sum(jnp.exp(below), axis=-1)
-  if greedy:
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  else:
-    tokens = inverse_cdf(below, _uniforms(keys, positions))
+  tokens = jax.lax.cond(
+    greedy,
+    lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+    lambda: inverse_cdf(below, _uniforms(keys, positions)),
+  )
   return tokens, jnp.take_along_axis(below, tokens[:, None], axis=-1)[:, 0] - jnp.log(total), entropies
 
 

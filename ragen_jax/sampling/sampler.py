@@ -283,7 +283,7 @@ class Sampler:
   ) -> tuple[SamplerState, Reply, jax.Array]:
     """Samples for rows of this process; see `decode.decode`. `state`, of B rows, is donated.
 
-    All temperatures above 0 share one program, as do all `RowSampling`. The reply has the rows of all processes that
+    All temperatures share one program, as do all `RowSampling`. The reply has the rows of all processes that
     take part; `processes.own_rows` returns those of this process. `keys` are PRNG keys [b], `budget` is i32[b], and a
     `RowSampling` has b rows; `rows` are those of `extend`. `columns` and `alternatives` are compiled in. The call ends
     with `enough` complete replies of a shard, by default all.

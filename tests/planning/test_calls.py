@@ -31,7 +31,7 @@ class _Log:
     self.group_size = config.train.group_size
     limits = {f.name: getattr(config.agent, f.name, None) for f in dataclasses.fields(Limits)}
     self.limits = Limits(**limits | {'length_step': config.length_step, 'max_turns': assumed.turns})
-    self.envs = types.SimpleNamespace(rows=rows, first_row=0, has_images=False)
+    self.envs = types.SimpleNamespace(rows=rows, all_rows=rows, first_row=0, has_images=False)
     self.status, self.turn = np.full(rows, Status.RUNNING), np.zeros(rows, int)
     self.timeline = self
     self.length = np.zeros(rows, int)

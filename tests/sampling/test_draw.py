@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,17 @@ from ragen_jax.sampling.draw import (
 )
 
 # Each is one program in place of one for each operation.
-_draw = jax.jit(draw_tokens, static_argnums=3)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _draw_compiled(logits, keys, positions, sampling, greedy):
+  return draw_tokens(logits, keys, positions, sampling, greedy)
+
+
+def _draw(logits, keys, positions, sampling):
+  return _draw_compiled(logits, keys, positions, sampling.compiled, sampling.temperature == 0)
+
+
 _draw_rows = jax.jit(draw_row_tokens, static_argnums=4)
 
 

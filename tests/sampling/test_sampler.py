@@ -361,9 +361,11 @@ def test_each_program_is_traced_once_per_shape(model):
   run(np.random.default_rng(1), sampling=PLAIN)
   # The cache has 32 columns in the first turn and 96 in the others, so every program has two shapes.
   assert sampler.traces == {'resize': 1, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 2}
-  run(np.random.default_rng(2), sampling=Sampling(0.5, 1.0, 0))  # temperatures above 0 share a program
+  run(np.random.default_rng(2), sampling=Sampling(0.5, 1.0, 0))  # all temperatures share a program
   assert sampler.traces == {'resize': 1, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 2}
   run(np.random.default_rng(3), sampling=GREEDY)
+  assert sampler.traces == {'resize': 1, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 2}
+  run(np.random.default_rng(3), sampling=Sampling(0.5, 0.9, 0))
   assert sampler.traces == {'resize': 1, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 4}
 
 

@@ -64,7 +64,7 @@ class MadeUpLog:
     self.episodes, self.turn, self.status = episodes, np.zeros(rows, int), np.full(rows, Status.RUNNING)
     fields = dict(max_response_tokens=6, max_context=192, length_step=64, decode_chunk=4) | changes
     self.limits = limits(**fields)
-    self.envs = types.SimpleNamespace(rows=rows, first_row=0, has_images=False)
+    self.envs = types.SimpleNamespace(rows=rows, all_rows=rows, first_row=0, has_images=False)
     self.context = types.SimpleNamespace(
       tokenizer=types.SimpleNamespace(pad_id=0), reply_texts=lambda replies: [''] * len(replies)
     )
