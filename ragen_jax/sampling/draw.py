@@ -66,11 +66,10 @@ def draw_tokens(
   if sampling.top_k > 0 or sampling.top_p < 1.0:
     below = filter_logits(logits, sampling.top_k, sampling.top_p) - most
     total = jnp.sum(jnp.exp(below), axis=-1)
-  tokens = jax.lax.cond(
-    greedy,
-    lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
-    lambda: inverse_cdf(below, _uniforms(keys, positions)),
-  )
+  # With such a factor only the most likely tokens have a probability, and 0 takes the first of them. An argmax would be
+  # one more pass over the logits, and a branch would hold them in memory.
+  sharpened = below * jnp.where(greedy, 1e30, 1.0)
+  tokens = inverse_cdf(sharpened, jnp.where(greedy, 0.0, _uniforms(keys, positions)))
   return tokens, jnp.take_along_axis(below, tokens[:, None], axis=-1)[:, 0] - jnp.log(total), entropies
 
 

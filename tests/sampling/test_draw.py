@@ -201,3 +201,20 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_is_drawn_from()
     top_logprobs[1, 0] - top_logprobs[1, 1], 2 * (logits[1, order[1, 0]] - logits[1, order[1, 1]]), rtol=1e-5
   )
   assert tokens[2] == top[2, 0] and logprobs[2] == top_logprobs[2, 0]
+
+
+@pytest.mark.parametrize('size', [50, 700, 1536])
+def test_of_equally_likely_tokens_the_first_is_taken_greedily(size):
+  logits = np.array(jax.random.normal(jax.random.key(0), (5, size)))
+  logits[:, -2:] = -np.inf
+  logits[0, [7, 30]] = logits[0].max() + 1e-6
+  logits[1, 3:] = -np.inf
+  logits[2, 40] = 3e4
+  logits[3, [-3, 0]] = logits[3].max() + 1
+  logits[4] = np.nextafter(np.float32(4), np.float32(9))
+  logits[4, 20] = np.nextafter(logits[4, 20], np.float32(9))
+  keys = jax.random.split(jax.random.key(1), 5)
+  for seed in range(3):
+    tokens, logprobs, _ = _draw(jnp.asarray(logits), keys, jnp.full(5, seed), GREEDY)
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+    np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits).max(axis=1), rtol=1e-5, atol=1e-6)
