@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent import futures
 from typing import Any, TypeVar
@@ -30,6 +31,16 @@ LEVELS_PER_SEED = 10_000_000
 _REDRAWS = 8
 _REDRAWS_OF_IDS = 64  # of environments outside JAX, whose items are found without a reset
 _STRIDE = 2_654_435_761
+
+_TELLING = threading.Lock()
+
+
+def _is_first(told: set[str], tag: str) -> bool:
+  """Whether no thread has told something about a tag before."""
+  with _TELLING:
+    first = tag not in told
+    told.add(tag)
+  return first
 
 
 def first_training_level(first_level: int, seed: int, *, rollout: int = 0, groups: int = 0) -> int:
@@ -214,8 +225,7 @@ class EnvStateManager:
       return drawn
     drawn = np.where(known, seeds, drawn)
     pool.find_levels(drawn, members)
-    if pool.spec.tag not in self._warned_few_levels:
-      self._warned_few_levels.add(pool.spec.tag)
+    if _is_first(self._warned_few_levels, pool.spec.tag):
       share = known.mean()
       severity = logging.WARNING if share == 1 or pool.outside else logging.INFO
       why = 'nothing is held out' if share == 1 else 'there are few levels'
@@ -286,8 +296,7 @@ class EnvStateManager:
       try:
         best[self._slices[i]] = pool.optimal()
       except ValueError as e:
-        if pool.spec.tag not in self._warned_unsolved:
-          self._warned_unsolved.add(pool.spec.tag)
+        if _is_first(self._warned_unsolved, pool.spec.tag):
           _log.warning('envs.%s: the best possible success is unknown (%s)', pool.spec.tag, e)
     return best
 
