@@ -80,12 +80,13 @@ def shares_at_once(sampler: Sampler, limits: Limits, specs: list[EnvSpec], group
   """
   groups = sum(spec.num_groups for spec in specs)
   rows = groups * group_size
-  on_one_cpu = sampler.mesh is not None and sampler.mesh.size == 1 and sampler.mesh.devices.flat[0].platform == 'cpu'
-  small = sampler.cfg.hidden_size < FUSE_BELOW_WIDTH
-  whole = 0 < limits.rows_in_flight < rows or any(spec.env.is_outside for spec in specs)
-  if not on_one_cpu or not small or whole or jax.process_count() > 1:
+  limited = 0 < limits.rows_in_flight < rows or any(spec.env.is_outside for spec in specs)
+  if rows < 2 * _ROWS_OF_SHARE or limited or jax.process_count() > 1:
     return 1
-  return max(n for n in range(1, max(rows // _ROWS_OF_SHARE, 1) + 1) if groups % n == 0)
+  mesh, small = sampler.mesh, sampler.cfg.hidden_size < FUSE_BELOW_WIDTH
+  if not small or mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != 'cpu':
+    return 1
+  return max(n for n in range(1, rows // _ROWS_OF_SHARE + 1) if groups % n == 0)
 
 
 def _processors() -> int:
