@@ -322,7 +322,7 @@ def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
     whole_rows=not (a.mask_loss and a.mask_advantages), shards=row_shards(model.mesh), remat=config.model.remat,
     most_columns=batch_sizes.HOST_COLUMNS if _on_one_cpu(model) else batch_sizes.ANY_COLUMNS,
     most_shared=min(trunk.tree_columns for trunk in trunks),
-    skips_unseen=_on_one_cpu(model) and model.model.policy.cfg.vision is None,  # rows with images share nothing
+    skips_unseen=_on_one_cpu(model) and model.model.policy.cfg.vision is None,  # images are not measured
   )  # fmt: skip
 
 

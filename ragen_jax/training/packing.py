@@ -303,9 +303,11 @@ def plan_rows(
   return plan_batches(groups, trajectory.length, scored, settings, tokens_to_share(trajectory))
 
 
-def tokens_to_share(trajectory: Trajectory) -> np.ndarray | None:
-  """The tokens i32[B, T] of rows that may share their beginnings; None for rows with images, which may not."""
-  return trajectory.tokens if trajectory.image is None else None
+def tokens_to_share(trajectory: Trajectory) -> np.ndarray:
+  """Equal numbers i32[B, T] for columns that may be shared: of text the tokens, of an image its number below 0."""
+  if trajectory.image is None:
+    return trajectory.tokens
+  return np.where(trajectory.image >= 0, -1 - trajectory.image, trajectory.tokens)
 
 
 def shared_tokens(plans: Sequence[PackedBatch]) -> float:

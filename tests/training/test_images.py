@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from ragen_jax.models.vision.positions import rope_positions
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.training.batches import BatchingSettings, PackingSettings, TokenRows, micro_batches, sampled_columns
 from ragen_jax.training.images import CRITIC, POLICY, FrozenFeatures, ImageInputsMaker, Pixels
-from ragen_jax.training.packing import plan_rows
+from ragen_jax.training.packing import plan_rows, tokens_to_share
 from tests.models.vision.test_encoder import _PROCESSOR as PROCESSOR
 from tests.models.vision.test_encoder import _TOWER as TOWER
 
@@ -70,6 +69,12 @@ def _batches(trained: bool, packed: bool, room: ImageTableSizes | None = None):
   return t, images, list(micro_batches(rows, plans))
 
 
+def _paths(seen_until: np.ndarray, filled: int) -> list[np.ndarray]:
+  """The columns of each row of a bin, which may share their first ones: those that its last column sees."""
+  leaves = np.flatnonzero(seen_until[:filled] == np.arange(1, filled + 1))
+  return [np.flatnonzero(seen_until[: leaf + 1] > leaf) for leaf in leaves]
+
+
 @pytest.mark.parametrize('room', [None, _ROOM], ids=['images', 'room'])
 @pytest.mark.parametrize('packed', [False, True])
 @pytest.mark.parametrize('trained', [False, True])
@@ -99,9 +104,7 @@ def test_every_column_reads_its_token_of_its_image_and_has_its_position(trained,
     sizes.add((size, part.tokens.shape))
     for row in range(len(part.tokens)):
       filled = int((part.tokens[row] > 0).sum())
-      ends = sorted({*part.seen_until[row, :filled].tolist()}) if packed else [filled] if filled else []
-      for start, end in itertools.pairwise([0, *ends]):
-        own = slice(start, end)
+      for own in _paths(part.seen_until[row], filled) if packed else [np.arange(filled)] * (filled > 0):
         reads, positions = expected.pop(part.tokens[row, own].astype(np.int32).tobytes())
         index = part.images.index[row, own]
         np.testing.assert_array_equal(index >= 0, reads[:, 0] >= 0)
@@ -163,3 +166,25 @@ def test_a_critic_without_a_table_of_its_own_reads_the_policys():
   both = FrozenFeatures({POLICY: 'table'})
   assert both.features(None, CRITIC, remat=False) == both.features(None, POLICY, remat=False) == 'table'
   assert FrozenFeatures({POLICY: 'table', CRITIC: 'other'}).features(None, CRITIC, remat=False) == 'other'
+
+
+def test_columns_are_shared_where_they_show_the_same_image():
+  timeline, shown = Timeline(3, 40), (0, 1, 0)
+  images = [_IMAGES[0], _IMAGES[0] + 1]  # of one size
+  count = _SIZES[0][0] * _SIZES[0][1]
+  for row, number in enumerate(shown):
+    segment = ImageSegment(images[number], count)
+    timeline.append_context(row, (7, 8, *[_PAD] * count, 9), 0, [ImageSpan(segment, 2, 2 + count)])
+    timeline.append_reply(row, (5, 6 + row), 0)
+  of = np.arange(3)
+  t = timeline.trajectory(group=of, episode=of, env=of, status=of, policy_version=0, pad_id=0)
+  found = tokens_to_share(t)
+  n = count + 4  # the first token of the reply too
+  assert (found[0, :n] == found[2, :n]).all() and (found[0, 2 : 2 + count] != found[1, 2 : 2 + count]).all()
+  assert (found[:, [0, 1, 2 + count]] == t.tokens[:, [0, 1, 2 + count]]).all()
+  packing = PackingSettings(8, 48, 96, shards=1, reply_step=1, most_shared=48)
+  settings = BatchingSettings(micro_batch_size=2, length_step=8, whole_rows=False, packing=packing)
+  (plans,) = plan_rows([np.arange(3)], t, settings)
+  shared = {int(row): int(s) for plan in plans for own, of in zip(plan.bins, plan.shared, strict=True)
+            for row, s in zip(own, of, strict=True)}  # fmt: skip
+  assert sorted(shared.values())[-1] == n and sorted(shared.values())[:2] in ([0, 0], [0, 2])

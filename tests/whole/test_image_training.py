@@ -14,7 +14,7 @@ from ragen_jax.models import lora
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.train import train_and_evaluate
-from ragen_jax.training import objective
+from ragen_jax.training import objective, packing
 from ragen_jax.training.learner import Learner
 from tests.support import learning, mesh_worker
 from tests.support.seeing import act_at_random, checkpoint, seeing_config, seeing_policy
@@ -116,3 +116,23 @@ def test_meshes_give_the_same_answer(tmp_path, vision, monkeypatch):
   many = _run(model, tmp_path / 'many', ['1x2x1', '1x1x2'], **fields)
   for found in many.values():
     _assert_same(found, one)
+
+
+@pytest.mark.parametrize('vision', ['frozen', 'trained'])
+def test_rows_that_share_images_give_the_gradient_of_rows_by_themselves(tmp_path, monkeypatch, vision):
+  config = seeing_config(model__vision=vision, optimizer__packing=True, **_FIELDS)
+  trainer, state, selected, batch, _ = _played(config, tmp_path, QWEN2_5_VL, monkeypatch)
+  rows = np.flatnonzero(selected.keep)
+  found = []
+  for share in (packing.tokens_to_share, lambda trajectory: None):
+    monkeypatch.setattr(packing, 'tokens_to_share', share)
+    (plans,) = packing.plan_rows([rows], selected.rollout.trajectory, trainer.settings.estimate.batching)
+    parts = list(trainer.micro_batches(batch, selected, rows, plans))
+    found.append((packing.shared_tokens(plans), *trainer.learner.gradients(state, parts)))
+  (shared, gradients, sums), (alone, expected, expected_sums) = found
+  assert shared > 0.2 and alone == 0
+  scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(expected))
+  for own, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(own, other, rtol=0, atol=1e-5 * scale)
+  for name, x in expected_sums.items():
+    np.testing.assert_allclose(sums[name], x, rtol=1e-4, atol=1e-4, err_msg=name)
