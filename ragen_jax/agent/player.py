@@ -74,9 +74,9 @@ _ROWS_OF_SHARE = 128
 def shares_at_once(sampler: Sampler, limits: Limits, specs: list[EnvSpec], group_size: int) -> int:
   """How many equal shares of a rollout in some environments are played by threads, if observations are text.
 
-  A call of a program of a small model keeps one core of a CPU busy, and the rows of a share stay in its caches. Episodes
-  do not depend on the number of shares. It is 1 for other models and devices, for environments outside JAX, and
-  if `agent.rows_in_flight` limits the rows.
+  A call of a program of a small model keeps one core of a CPU busy, and the rows of a share stay in its caches. The
+  number does not change the episodes. It is 1 for other models and devices, for environments outside JAX, and if
+  `agent.rows_in_flight` limits the rows.
   """
   groups = sum(spec.num_groups for spec in specs)
   rows = groups * group_size
