@@ -315,8 +315,8 @@ def test_all_parts_run_on_a_cpu(tmp_path):
     assert found['attention']['einsum'][packing]['gradient_difference'] == 0
     assert 0 < found['attention']['blocks'][packing]['gradient_difference'] < 1e-5
   decoded = found['decode']
-  assert list(decoded) == ['default', 'triton GEMM off', 'transformers']
-  for flags in list(decoded)[:2]:
+  assert decoded.keys() == {'default', 'triton GEMM off', 'transformers'}
+  for flags in ('default', 'triton GEMM off'):
     assert decoded[flags]['einsum']['tokens_per_s'] > 0 and 0 < decoded[flags]['xla']['logprob_gap'] < 1e-4
   timed, size = found['iteration']['run']['timed'], found['iteration']['run']['parameters']
   used = 6 * size * timed['computed_tokens'] / 1e12 / timed['seconds']['update']
