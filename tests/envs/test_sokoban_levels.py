@@ -98,6 +98,7 @@ def test_more_bounds(env):
   assert (length >= env.min_solution).all() and (not env.max_solution or (length <= env.max_solution).all())
 
 
+@pytest.mark.slow
 def test_bounds_that_no_room_keeps(monkeypatch):
   monkeypatch.setattr(sokoban_levels, 'MAX_ATTEMPTS', 3)
   env = Sokoban(dim=(5, 5), min_solution=60)

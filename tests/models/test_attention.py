@@ -71,7 +71,7 @@ def test_attention_row_by_row_is_attention():
   np.testing.assert_allclose(jax.jit(attend_causal_by_row)(q, k, v), jax.jit(attend)(q, k, v, mask), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize('columns', [600, 640])
+@pytest.mark.parametrize('columns', [600, pytest.param(640, marks=pytest.mark.slow)])
 def test_long_rows_of_trees_attend_to_what_they_see_and_have_its_gradient(columns):
   """Four and a half or five blocks of queries; of the second tree of a row, no query sees the first."""
   q, k, v = _random(columns, seed=5)

@@ -66,8 +66,18 @@ def expected(name, window=0):
   return outputs_and_gradients(EINSUM, *make(name), window)
 
 
-@pytest.mark.parametrize('shape', SHAPES)
-@pytest.mark.parametrize('kernel', ('blocks', *KERNELS))
+# Of all pairs, those that the default tests run.
+_QUICK = {('blocks', 'trees'), ('flash', 'packed'), ('flash', 'trees'), ('splash', 'packed over blocks')}
+
+
+@pytest.mark.parametrize(
+  ('kernel', 'shape'),
+  [
+    pytest.param(kernel, shape, marks=() if (kernel, shape) in _QUICK else pytest.mark.slow)
+    for kernel in ('blocks', *KERNELS)
+    for shape in SHAPES
+  ],
+)
 def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
   if shape == 'trees' and not AttentionSettings(kernel, None).tree_columns(64):
     assert kernel == 'splash'
@@ -78,8 +88,25 @@ def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
     np.testing.assert_allclose(x, want, rtol=0, atol=2e-6 * np.abs(want).max(), err_msg=name)
 
 
-@pytest.mark.parametrize(('shape', 'window'), [('packed', 33), ('packed over blocks', 130), ('trees', 25)])
-@pytest.mark.parametrize('kernel', ('blocks', *KERNELS))
+@pytest.mark.parametrize(
+  ('kernel', 'shape', 'window'),
+  [
+    ('blocks', 'packed', 33),
+    ('flash', 'packed over blocks', 130),
+    *(
+      pytest.param(*x, marks=pytest.mark.slow)
+      for x in [
+        ('blocks', 'packed over blocks', 130),
+        ('blocks', 'trees', 25),
+        ('flash', 'packed', 33),
+        ('flash', 'trees', 25),
+        ('splash', 'packed', 33),
+        ('splash', 'packed over blocks', 130),
+        ('splash', 'trees', 25),
+      ]
+    ),
+  ],
+)
 def test_kernels_attend_to_windows(kernel, shape, window):
   q, k, v, _, seen_until = make(shape)
   # What is near in a tree is so by depth.

@@ -45,6 +45,7 @@ def test_grouped_products_and_their_gradients_are_those_of_a_loop(sizes, way, mo
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_a_kernel_leaves_behind_its_groups_reaches_no_gradient(monkeypatch):
   """On a mesh, a device has some experts, and rows of others stand behind its own."""
   mixture, x = _mixture(shared_width=0), jnp.asarray(np.random.default_rng(2).normal(size=(1, 30, 8)), jnp.float32)
@@ -98,7 +99,11 @@ def _dense(mixture: MixtureOfExperts, x: jax.Array, given: np.ndarray | None = N
 
 
 @pytest.mark.parametrize(
-  'changes', [{}, {'normalised': False, 'shared_width': 0}, {'chosen': 1}, {'chosen': 6, 'normalised': False}]
+  'changes',
+  [
+    {'normalised': False, 'shared_width': 0},
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {'chosen': 1}, {'chosen': 6, 'normalised': False})),
+  ],
 )
 def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_all_experts(changes):
   mixture = _mixture(**changes)
@@ -118,7 +123,9 @@ def _gradients(mixture, x, of):
   return jax.jit(jax.value_and_grad(lambda s, x: jnp.sum(of(nnx.merge(graphdef, s), x) * upstream), (0, 1)))(state, x)
 
 
-@pytest.mark.parametrize('changes', [{}, {'normalised': False, 'shared_width': 0}])
+@pytest.mark.parametrize(
+  'changes', [{}, pytest.param({'normalised': False, 'shared_width': 0}, marks=pytest.mark.slow)]
+)
 def test_given_experts_take_the_place_of_the_router_s(changes):
   mixture, rng = _mixture(**changes), np.random.default_rng(1)
   x = jnp.asarray(rng.normal(size=(2, 9, 8)), jnp.float32)

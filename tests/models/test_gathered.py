@@ -115,13 +115,9 @@ def _differences(case, meshes):
   return found
 
 
-@pytest.mark.parametrize(
-  ('case', 'meshes'),
-  [
-    ('layers', _DATA),
-    *(pytest.param(*x, marks=pytest.mark.slow) for x in (('loop', _DATA), ('layers', _OTHERS), ('loop', _OTHERS))),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('case', ['layers', 'loop'])
+@pytest.mark.parametrize('meshes', [_DATA, _OTHERS])
 def test_gradients_of_divided_weights_are_those_of_one_device(case, meshes):
   found = _differences(case, meshes)
   assert found.pop('held') < 0.4  # a quarter, and small arrays
@@ -162,6 +158,7 @@ print(program.lower().compile().as_text().count(' all-gather('), divided)
 """
 
 
+@pytest.mark.slow
 def test_the_optimiser_step_gathers_each_matrix_of_a_trained_tower_once_and_nothing_else():
   done = copy_python(_APPLY, devices=4)
   assert done.returncode == 0, done.stderr[-3000:]

@@ -17,14 +17,8 @@ _TURNS = EXPERTS | {'num_layers': 5, 'mlp_layers': (1, 3)}
 _RUNS = HYBRID_EXPERTS | {'num_layers': 6, 'layer_kinds': (LINEAR, LINEAR, FULL) * 2}
 
 
-@pytest.mark.parametrize(
-  ('shape', 'remat'),
-  [
-    (_TURNS, 'none'),
-    pytest.param(_TURNS, 'elementwise', marks=pytest.mark.slow),
-    pytest.param(_RUNS, 'layers', marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(('shape', 'remat'), [(_TURNS, 'none'), (_TURNS, 'elementwise'), (_RUNS, 'layers')])
 def test_given_experts_are_used_layer_by_layer(shape, remat):
   model, rng = random_model(40, **shape).policy, np.random.default_rng(0)
   tokens = rng.integers(0, 40, (2, 7)).astype(np.int32)

@@ -178,6 +178,7 @@ def test_a_signal_saves_the_step_that_it_stops(tmp_path, monkeypatch, when):
   assert saved == [{'step': '1', 'evaluation': '2'}[when]]
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_are_not_saved_when_a_signal_comes_in_the_evaluation(tmp_path, monkeypatch):
   config, workdir = _quick(tmp_path, 'signal', eval__groups=4)
   config.sft.update(steps=4, eval_every=2)

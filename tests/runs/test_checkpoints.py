@@ -126,6 +126,7 @@ def test_partial_restore_reads_the_parameters_only(tmp_path):
   assert_same_bits(restored, {'params': state.params})
 
 
+@pytest.mark.slow
 def test_another_mesh(tmp_path):
   """One device saves, eight restore their shards and save, one restores."""
   state = {'w': jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8), 'b': jnp.arange(8.0)}

@@ -298,6 +298,7 @@ def on_a_mesh():
   print('as on one device')
 
 
+@pytest.mark.slow
 def test_parts_on_a_mesh():
   done = copy_python(_ON_A_MESH, devices=4)
   assert done.returncode == 0, done.stderr[-3000:]

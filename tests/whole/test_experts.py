@@ -27,7 +27,9 @@ from tests.support.models import EXPERTS, HYBRID_EXPERTS, WINDOWS, random_policy
       EXPERTS,
       marks=pytest.mark.slow,
     ),
-    ({'optimizer__packing': True, 'model__logits_chunk': 16, 'lora__rank': 2}, WINDOWS),
+    pytest.param(
+      {'optimizer__packing': True, 'model__logits_chunk': 16, 'lora__rank': 2}, WINDOWS, marks=pytest.mark.slow
+    ),
     pytest.param({'model__remat': True, 'algorithm__ratio_level': 'sequence'}, EXPERTS, marks=pytest.mark.slow),
     pytest.param(
       {'model__separate_critic': True, 'algorithm__old_logprobs': 'trainer'}, EXPERTS, marks=pytest.mark.slow

@@ -68,6 +68,7 @@ _GOOD = {'observation': 'go on', 'reward': 0.5, 'done': False, 'success': False}
 _CHUNKED = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n'
 _FAULT = _CHUNKED.replace(b'200 OK', b'500 Oops')
 _MIB = 1 << 20
+_HUGE = gzip.compress(b' ' * 100 * _MIB, compresslevel=1)
 _CHUNK = b'10000\r\n' + b' ' * 65536 + b'\r\n'
 
 
@@ -104,7 +105,7 @@ CONTENT = {
   'deep JSON': (_body(b'[' * 100_000), 'RecursionError'),
   'a number of many digits': (_body(b'{"episodes": ' + b'9' * 10_000 + b'}'), 'ValueError'),
   'other bytes than UTF-8': (_body(b'{"episodes": ["\xff\xfe"]}'), 'UnicodeDecodeError'),
-  'compressed': (_body(gzip.compress(b' ' * 100 * _MIB), 'Content-Encoding: gzip'), 'UnicodeDecodeError'),
+  'compressed': (_body(_HUGE, 'Content-Encoding: gzip'), 'UnicodeDecodeError'),
   'nothing': (_body(b'', status='204 No Content'), 'JSONDecodeError'),
   'a fault of the server': (_body(b'{}', status='500 Oops'), 'status 500'),
   'too many requests': (_body(b'{}', 'Retry-After: 100000', status='429 Slow down'), 'status 429'),
@@ -180,8 +181,8 @@ REPLIES = {
   'a flood of an error': (lambda body: flood(_FAULT, _CHUNK), 'larger than 1 MiB'),
   'an error by drops': (lambda body: drip(_FAULT, b'1\r\n \r\n'), 'no answer in 0.5 s'),
   'a reply by drops': (lambda body: drip(_CHUNKED, b'1\r\n \r\n'), 'no answer in 0.5 s'),
-  'a small answer that is huge': (_body(gzip.compress(b' ' * 100 * _MIB), 'Content-Encoding: gzip'), 'is compressed'),
-  'a small error that is huge': (_body(gzip.compress(b' ' * 100 * _MIB), 'Content-Encoding: gzip', status='500 Oops'),
+  'a small answer that is huge': (_body(_HUGE, 'Content-Encoding: gzip'), 'is compressed'),
+  'a small error that is huge': (_body(_HUGE, 'Content-Encoding: gzip', status='500 Oops'),
                                  'is compressed'),
   'nothing': (_body(b'', status='204 No Content'), 'JSONDecodeError'),
   'a redirect': (_body(b'', 'Location: /v1/chat/completions', status='307 Round'), 'status 307'),

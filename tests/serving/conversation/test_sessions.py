@@ -374,7 +374,7 @@ def _check(plan, before, reserved, rendered):
   assert decode(plan.prompt) == decode(rendered)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
   st.lists(
     st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 40), st.integers(0, 5), st.integers(0, 30)), max_size=14
