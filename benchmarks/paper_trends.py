@@ -18,22 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import pathlib
-import queue
 import statistics
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-from concurrent import futures
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning_curves import check_matplotlib, hardware  # noqa: E402
-from ragen_jax.runs.metrics import read_metrics  # noqa: E402
+from benchmarks.training_runs import flags, number_of_jobs, run_all, train, write  # noqa: E402
 
 SEEDS = (0, 1, 2)
 COMMON = (
@@ -48,30 +41,26 @@ COMMON = (
 BASE = 'PPO'
 
 
-def _flags(**fields) -> tuple[str, ...]:
-  return tuple(f'--config.{name.replace("__", ".")}={value}' for name, value in fields.items())
-
-
 # Setting -> the flags that it changes.
 SETTINGS: dict[str, tuple[str, ...]] = {
   BASE: (),
-  'GRPO': _flags(algorithm__adv_estimator='grpo'),
-  'StarPO-S': _flags(filter__strategy='top_k', filter__value=0.25),
-  'keep 75 %': _flags(filter__strategy='top_k', filter__value=0.75),
-  'keep 50 %': _flags(filter__strategy='top_k', filter__value=0.5),
-  'KL 0.001': _flags(algorithm__kl_loss_coef=0.001, algorithm__kl_kind='k1'),
-  'KL 0.1': _flags(algorithm__kl_loss_coef=0.1, algorithm__kl_kind='k3'),
-  'clip 0.2/0.2': _flags(algorithm__clip_ratio_high=0.2),
-  'Online-5': _flags(train__online_k=5),
-  'Online-10': _flags(train__online_k=10),
-  '1 a prompt': _flags(train__groups=256, train__group_size=1),
-  '2 a prompt': _flags(train__groups=128, train__group_size=2),
-  '8 a prompt': _flags(train__groups=32, train__group_size=8),
-  '16 a prompt': _flags(train__groups=16, train__group_size=16),
-  '1 action': _flags(envs__FrozenLake__max_actions_per_turn=1),
-  '2 actions': _flags(envs__FrozenLake__max_actions_per_turn=2),
-  '3 actions': _flags(envs__FrozenLake__max_actions_per_turn=3),
-  'bi-level GAE': _flags(algorithm__adv_estimator='bi_level_gae'),
+  'GRPO': flags(algorithm__adv_estimator='grpo'),
+  'StarPO-S': flags(filter__strategy='top_k', filter__value=0.25),
+  'keep 75 %': flags(filter__strategy='top_k', filter__value=0.75),
+  'keep 50 %': flags(filter__strategy='top_k', filter__value=0.5),
+  'KL 0.001': flags(algorithm__kl_loss_coef=0.001, algorithm__kl_kind='k1'),
+  'KL 0.1': flags(algorithm__kl_loss_coef=0.1, algorithm__kl_kind='k3'),
+  'clip 0.2/0.2': flags(algorithm__clip_ratio_high=0.2),
+  'Online-5': flags(train__online_k=5),
+  'Online-10': flags(train__online_k=10),
+  '1 a prompt': flags(train__groups=256, train__group_size=1),
+  '2 a prompt': flags(train__groups=128, train__group_size=2),
+  '8 a prompt': flags(train__groups=32, train__group_size=8),
+  '16 a prompt': flags(train__groups=16, train__group_size=16),
+  '1 action': flags(envs__FrozenLake__max_actions_per_turn=1),
+  '2 actions': flags(envs__FrozenLake__max_actions_per_turn=2),
+  '3 actions': flags(envs__FrozenLake__max_actions_per_turn=3),
+  'bi-level GAE': flags(algorithm__adv_estimator='bi_level_gae'),
 }
 
 # Comparison -> (title, name of the base in it, settings in the order of the figure, (better, worse) according to the
@@ -127,24 +116,12 @@ COMPARISONS: dict[str, tuple[str, str, tuple[str, ...], tuple[str, str], str]] =
 
 def run(setting: str, seed: int, cache: str, overrides: tuple[str, ...], cores: set[int] | None = None) -> dict:
   """One run, on some of the cores: its evaluations, its curves, and its wall time in seconds."""
-  with tempfile.TemporaryDirectory() as workdir:
-    flags = [*COMMON, f'--config.seed={seed}', f'--config.compilation_cache={cache}', *SETTINGS[setting], *overrides]
-    if cores:
-      os.sched_setaffinity(0, cores)  # affects this thread, and the processes that it starts
-    start = time.monotonic()
-    subprocess.run(
-      [sys.executable, 'main.py', *flags, f'--workdir={workdir}'],
-      cwd=ROOT,
-      check=True,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-    )
-    wall, lines = time.monotonic() - start, read_metrics(workdir)
+  wall, lines = train([*COMMON, f'--config.seed={seed}', *SETTINGS[setting], *overrides], cache, cores)
   tested = [line for line in lines if 'val-env/success' in line]
   steps = [line for line in lines if 'actor/entropy' in line]
   tag = 'FrozenLake'
   return {
-    'wall_s': round(wall, 1),
+    'wall_s': wall,
     'update_s': sum(line['timing_s/update_actor'] for line in steps),
     'step': [int(t['step']) for t in tested],
     'sampled': [t[f'val-env/{tag}/success'] for t in tested],
@@ -230,21 +207,13 @@ def draw(runs: dict[str, dict], seeds: tuple[int, ...], path: pathlib.Path) -> N
   figure.savefig(path, dpi=110)
 
 
-def write(path: pathlib.Path, record: dict) -> None:
-  """Writes the JSON file atomically, so an interrupted benchmark keeps the previous file."""
-  temporary = path.with_suffix('.tmp')
-  temporary.write_text(json.dumps(record, indent=1) + '\n')
-  os.replace(temporary, path)
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--only', default='', help=f'comparisons, separated by commas: {", ".join(COMPARISONS)}')
   parser.add_argument('--jobs', type=int, default=1, help='number of runs at a time (Linux)')
   parser.add_argument('--quick', action='store_true')
   arguments = parser.parse_args()
-  if not 1 <= arguments.jobs <= (os.cpu_count() or 1):
-    sys.exit(f'error: --jobs={arguments.jobs}: must be 1 to {os.cpu_count()}, the number of cores')
+  number_of_jobs(arguments.jobs)
   check_matplotlib()
   wanted = arguments.only.split(',') if arguments.only else list(COMPARISONS)
   unknown = sorted(set(wanted) - set(COMPARISONS))
@@ -261,35 +230,17 @@ def main() -> None:
   settings = dict.fromkeys(s for name in wanted for s in COMPARISONS[name][2])
   keys = [(setting, seed) for seed in seeds for setting in settings]  # by seed, so an interrupted one can compare
   todo = [key for key in keys if '{} / {}'.format(*key) not in record['runs']]
-  shares: queue.Queue = queue.Queue()
-  for i in range(arguments.jobs):
-    shares.put({*range(os.cpu_count())[i :: arguments.jobs]} if arguments.jobs > 1 else None)
-  lock = threading.Lock()
 
-  def add(setting: str, seed: int, cache: str) -> None:
-    cores = shares.get()
-    try:
-      result = run(setting, seed, cache, overrides, cores)
-    finally:
-      shares.put(cores)
-    key = f'{setting} / {seed}'
-    with lock:
-      record['runs'][key] = result
-      record.update(command=' '.join(sys.argv), hardware=hardware(), common=list(COMMON))
-      record['settings'] = {name: list(flags) for name, flags in SETTINGS.items()}
-      record['verdicts'] = verdicts(record['runs'], seeds)
-      out.parent.mkdir(parents=True, exist_ok=True)
-      write(out, record)
-      print(f'{key}: {result["wall_s"]} s, {result["sampled"][0]:.3f} -> {result["sampled"][-1]:.3f}', flush=True)
+  def add(key: tuple, result: dict) -> None:
+    name = '{} / {}'.format(*key)
+    record['runs'][name] = result
+    record.update(command=' '.join(sys.argv), hardware=hardware(), common=list(COMMON))
+    record['settings'] = {name: list(given) for name, given in SETTINGS.items()}
+    record['verdicts'] = verdicts(record['runs'], seeds)
+    write(out, record)
+    print(f'{name}: {result["wall_s"]} s, {result["sampled"][0]:.3f} -> {result["sampled"][-1]:.3f}', flush=True)
 
-  with tempfile.TemporaryDirectory() as cache, futures.ThreadPoolExecutor(arguments.jobs) as pool:
-    running = [pool.submit(add, *key, cache) for key in todo]
-    try:
-      for each in futures.as_completed(running):
-        each.result()
-    except BaseException:
-      pool.shutdown(cancel_futures=True)  # waits for current runs and starts no others
-      raise
+  run_all(todo, lambda key, cache, cores: run(*key, cache, overrides, cores), add, arguments.jobs)
   record['verdicts'] = verdicts(record['runs'], seeds)
   write(out, record)
   for name, v in record['verdicts'].items():
