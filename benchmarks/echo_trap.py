@@ -7,8 +7,8 @@
 
 StarPO is the paper's: PPO with a critic, 8 groups of 16 episodes, four optimiser steps an iteration, no discount, a
 KL term of 0.001, a clip of 0.2 on both sides. The search trains it with seed 0 and several learning rates of policy and
-critic. The comparison takes the learning rate `RATES` of a game, and adds StarPO-S, each of its changes alone, and
-one optimiser step an iteration (the filter leaves one of four).
+critic. The comparison takes the learning rate `RATES` of a game, and adds StarPO-S, each of its changes alone, one
+optimiser step an iteration (the filter leaves one of four), no critic (GRPO), and a rollback after a warning.
 
 A run collapsed if the mean success of its last five iterations is below a half of its best mean over five. The collapse
 began with the last iteration of which the five-iteration mean was above that half.
@@ -53,6 +53,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
   'no KL': _NO_KL,
   'clip 0.28': _CLIP,
   'no critic': flags(algorithm__adv_estimator='grpo'),
+  # Back to the best checkpoint, with half the learning rate, after a warning.
+  'rollback': flags(monitor__echo_trap='rollback', eval__every=5, checkpoint__every=5),
 }
 SEARCHED = (5e-4, 1e-3, 2e-3)
 # Chosen by the search: the learning rate of the comparison.
