@@ -54,6 +54,7 @@ def test_hidden_keys_are_not_read():
     assert np.abs(np.asarray(want[:, :, 256:])).max() > 0
 
 
+@pytest.mark.slow
 def test_longer_rows_than_the_chip_holds_are_attended_to_by_splash_attention(monkeypatch):
   rng = np.random.default_rng(0)
   q, k, v = (jnp.asarray(rng.normal(size=(1, 140, n, 64)), jnp.float32) for n in (2, 1, 1))

@@ -63,6 +63,7 @@ def test_what_a_model_chooses_changes_no_bit_if_it_is_given():
   assert model.run(x)[2] is None
 
 
+@pytest.mark.slow
 def test_experts_without_a_share_reach_no_other_column():
   """As in columns of padding, whose experts are 0 while a router is sure of others."""
   model = random_model(40, **EXPERTS).policy

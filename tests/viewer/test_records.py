@@ -45,7 +45,7 @@ def iteration_in_windows():
   return _iteration(agent__context='limited_multi_turn', agent__context_turns=2)
 
 
-@pytest.mark.parametrize('which', ['iteration', 'iteration_in_windows'])
+@pytest.mark.parametrize('which', ['iteration', pytest.param('iteration_in_windows', marks=pytest.mark.slow)])
 def test_pieces_are_the_sampled_tokens_and_numbers_belong_to_them(which, request):
   trainer, rollout, _, _, episodes, records = request.getfixturevalue(which)
   t, tokenizer = rollout.trajectory, trainer.model.tokenizer
@@ -77,6 +77,7 @@ def test_prompts_and_replies_add_up_to_what_the_model_was_fed(iteration):
     assert [turn['fresh'] for turn in record['turns']] == [i == 0 for i in range(len(record['turns']))]
 
 
+@pytest.mark.slow
 def test_a_prompt_of_its_own_begins_a_turn_that_sees_the_last_ones_only(iteration_in_windows):
   records = iteration_in_windows[-1]
   turns = [turn for record in records for turn in record['turns']]

@@ -97,7 +97,11 @@ def _others(experts, of):
 @pytest.mark.parametrize(
   ('fields', 'shape'),
   [
-    ({'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5}, EXPERTS),
+    pytest.param(
+      {'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5},
+      EXPERTS,
+      marks=pytest.mark.slow,
+    ),
     # Rows wait for a place on the device, prompts are fed in pieces, and each turn has a row.
     pytest.param(
       {'agent__context': 'single_turn', 'agent__rows_in_flight': 4, 'agent__schedule': 'continuous', 'length_step': 32},
