@@ -18,26 +18,18 @@ from ragen_jax.training.packing import plan_rows
 from tests.support.configs import small_config
 from tests.support.models import EXPERTS, HYBRID_EXPERTS, WINDOWS, random_policy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
   ('fields', 'shape'),
   [
-    pytest.param(
-      {'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5},
-      EXPERTS,
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      {'optimizer__packing': True, 'model__logits_chunk': 16, 'lora__rank': 2}, WINDOWS, marks=pytest.mark.slow
-    ),
-    pytest.param({'model__remat': True, 'algorithm__ratio_level': 'sequence'}, EXPERTS, marks=pytest.mark.slow),
-    pytest.param(
-      {'model__separate_critic': True, 'algorithm__old_logprobs': 'trainer'}, EXPERTS, marks=pytest.mark.slow
-    ),
-    pytest.param({'optimizer__packing': True}, HYBRID_EXPERTS, marks=pytest.mark.slow),
-    pytest.param(
-      {'lora__rank': 2, 'lora__targets': 'all-linear', 'model__remat': 'auto'}, EXPERTS, marks=pytest.mark.slow
-    ),
+    ({'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5}, EXPERTS),
+    ({'optimizer__packing': True, 'model__logits_chunk': 16, 'lora__rank': 2}, WINDOWS),
+    ({'model__remat': True, 'algorithm__ratio_level': 'sequence'}, EXPERTS),
+    ({'model__separate_critic': True, 'algorithm__old_logprobs': 'trainer'}, EXPERTS),
+    ({'optimizer__packing': True}, HYBRID_EXPERTS),
+    ({'lora__rank': 2, 'lora__targets': 'all-linear', 'model__remat': 'auto'}, EXPERTS),
   ],
   ids=['packed', 'windows', 'computed again, GSPO', 'separate critic', 'behind memories', 'adapters'],
 )
@@ -97,18 +89,13 @@ def _others(experts, of):
 @pytest.mark.parametrize(
   ('fields', 'shape'),
   [
-    pytest.param(
-      {'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5},
-      EXPERTS,
-      marks=pytest.mark.slow,
-    ),
+    ({'optimizer__packing': True, 'agent__schedule': 'continuous', 'agent__decode_chunk': 5}, EXPERTS),
     # Rows wait for a place on the device, prompts are fed in pieces, and each turn has a row.
-    pytest.param(
+    (
       {'agent__context': 'single_turn', 'agent__rows_in_flight': 4, 'agent__schedule': 'continuous', 'length_step': 32},
       EXPERTS,
-      marks=pytest.mark.slow,
     ),
-    pytest.param(
+    (
       {
         'optimizer__packing': True,
         'model__remat': True,
@@ -117,13 +104,8 @@ def _others(experts, of):
         'algorithm__bootstrap_truncated': True,
       },
       HYBRID_EXPERTS,
-      marks=pytest.mark.slow,
     ),
-    pytest.param(
-      {'model__separate_critic': True, 'algorithm__kl_loss_coef': 0.1, 'algorithm__bootstrap_truncated': True},
-      EXPERTS,
-      marks=pytest.mark.slow,
-    ),
+    ({'model__separate_critic': True, 'algorithm__kl_loss_coef': 0.1, 'algorithm__bootstrap_truncated': True}, EXPERTS),
   ],
   ids=['packed', 'windows', 'adapters behind memories', 'separate critic'],
 )
@@ -172,7 +154,6 @@ def test_the_update_uses_the_experts_that_the_sampler_recorded(tmp_path, fields,
   assert metrics['rollout/logprob_gap_max'] > 1e-2  # the sampler's log-probs are those of its own choices
 
 
-@pytest.mark.slow
 def test_replay_changes_no_number_where_the_choices_are_the_same(tmp_path):
   # One step, because routers of other weights choose otherwise.
   config, policy = _replaying(tmp_path, optimizer__packing=True, optimizer__mini_batch_size=16)
@@ -192,7 +173,6 @@ def test_replay_changes_no_number_where_the_choices_are_the_same(tmp_path):
     assert found[True][name] == pytest.approx(found[False][name], rel=1e-3), name
 
 
-@pytest.mark.slow
 def test_replay_lowers_the_gap_of_a_sampler_in_bfloat16(tmp_path):
   config, policy = _replaying(tmp_path, EXPERTS | {'num_layers': 4, 'mlp_layers': ()})
   low = nnx.merge(*nnx.split(policy.model))
