@@ -190,7 +190,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--game', choices=list(GAMES), help='one game; all without it')
   parser.add_argument('--part', choices=['search', 'comparison'], help='one part; both without it')
-  parser.add_argument('--setting', choices=list(SETTINGS), help='one setting; all without it')
+  parser.add_argument('--setting', choices=list(SETTINGS), nargs='+', default=list(SETTINGS), help='all by default')
   parser.add_argument('--jobs', type=int, default=1, help='number of runs at a time (Linux)')
   parser.add_argument('--quick', action='store_true')
   arguments = parser.parse_args()
@@ -203,7 +203,7 @@ def main() -> None:
     todo, overrides = [('Bandit', s, RATES['Bandit'], 0) for s in ('StarPO', 'StarPO-S')], flags(num_iterations=2)
     out.unlink(missing_ok=True)
   record = json.loads(out.read_text()) if out.exists() else {'runs': {}}
-  todo = [k for k in todo if name_of(k) not in record['runs'] and arguments.setting in (None, k[1])]
+  todo = [k for k in todo if name_of(k) not in record['runs'] and k[1] in arguments.setting]
 
   def add(key: Key, result: dict) -> None:
     record['runs'][name_of(key)] = result
