@@ -65,6 +65,7 @@ _WINDOW = 5
 CURVES = {
   'success': 'train/TAG/success',
   'valid': 'train/TAG/action_is_valid',
+  'format': 'train/format_correct',
   'reply_tokens': 'response_length/mean',
   'in_group_reward_std': 'rollout/in_group_reward_std',
   'repeats': 'rollout/repeated_replies',

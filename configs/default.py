@@ -602,7 +602,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.monitor.echo_trap = 'warn'
   # Number of initial iterations whose means are the baselines of all rules.
   config.monitor.baseline_steps = 10
-  # Signals needed for a warning, of reward deviation, entropy, gradient norm and repeated replies.
+  # Signals needed for a warning, of reward deviation, entropy, gradient norm and repeated replies; a fall of the share
+  # of replies of their form is a warning by itself.
   config.monitor.min_signals = 2
   # Consecutive iterations with that many signals before the warning.
   config.monitor.patience = 3

@@ -100,11 +100,12 @@ class EarlyStop:
 # --- the Echo Trap ----------------------------------------------------------------------------------------------------
 
 
-# Thresholds of the four signals, see `EchoTrap`.
+# Thresholds of the signals, see `EchoTrap`.
 _STD_FRACTION = 0.5
 _ENTROPY_FACTOR = 1.5
 _GRAD_FACTOR = 5.0
 _REPEAT_FRACTION = 0.5
+_FORMAT_FALL = 0.25
 # Number of steps for which a gradient spike remains a signal.
 _SPIKE_HOLD = 10
 
@@ -124,18 +125,21 @@ class EchoTrap:
   """Early warning of the Echo Trap, RAGEN's name for the collapse of multi-turn RL into repeated phrases.
 
   The rule. The first `baseline_steps` steps give the baselines: the mean of the in-group reward deviation, of the
-  entropy, and of the share of repeated replies. After them there are four signals:
+  entropy, of the share of repeated replies, and of the share of replies of their form. After them there are five
+  signals:
 
     reward_std   the average of the in-group deviation of raw rewards is below 0.5 of its baseline
     entropy      the average of the entropy is above 1.5 times its baseline
     grad_norm    in one of the last 10 steps, the gradient norm was above 5 times the average of the steps before it
     repeats      the average of the share of repeated replies is above the midpoint between its baseline and 1
+    format       the average of the share of replies of their form is more than 0.25 below its baseline
 
   Averages are exponential moving averages with the decay `ema_decay`. A spike enters its average with the value of the
-  threshold, so that it does not hide the next spike. `min_signals` signals at once, for `patience` consecutive steps,
-  give a warning. One signal is not enough, because a policy that solves its task loses reward deviation too (and
-  entropy, so a fall of the entropy is no signal). The trainer chooses the response to a warning. A value that is not
-  finite does not change averages and baselines, but a gradient norm that is not finite counts as a spike.
+  threshold, so that it does not hide the next spike. `min_signals` signals at once, or `format` alone, for `patience`
+  consecutive steps, give a warning. One of the others is not enough, because a policy that solves its task loses reward
+  deviation too (and entropy, so a fall of the entropy is no signal). The trainer chooses the response to a warning. A
+  value that is not finite does not change averages and baselines, but a gradient norm that is not finite counts as a
+  spike.
 
   Attributes:
     steps: number of steps so far.
@@ -143,7 +147,7 @@ class EchoTrap:
     since_spike: number of steps since the last gradient spike, -1 if there was none.
     in_a_row: number of consecutive steps with enough signals.
 
-  Source: the signals are those of RAGEN, arXiv 2504.20073; the thresholds are this project's.
+  Source: the signals are those of RAGEN, arXiv 2504.20073, but for `format`; the thresholds are this project's.
   """
 
   steps: int = 0
@@ -155,20 +159,27 @@ class EchoTrap:
   @classmethod
   def create(cls) -> EchoTrap:
     """The state before the first step; updates keep its tree structure."""
-    slow = ('reward_std', 'entropy', 'repeats')
+    slow = ('reward_std', 'entropy', 'repeats', 'format')
     return cls(baselines={name: Ema() for name in slow}, averages={name: Ema() for name in (*slow, 'grad_norm')})
 
   def after_step(
-    self, settings: EchoTrapSettings, *, reward_std: float, entropy: float, grad_norm: float, repeats: float
+    self,
+    settings: EchoTrapSettings,
+    *,
+    reward_std: float,
+    entropy: float,
+    grad_norm: float,
+    repeats: float,
+    format: float = math.nan,
   ) -> tuple[EchoTrap, dict[str, float], bool]:
     """Updates the state with one iteration: (state, metrics, warning).
 
     `reward_std` is the mean in-group deviation of raw rewards, before any filter (`in_group_reward`), `entropy` the
-    mean over sampled tokens in nats, `grad_norm` the policy's global norm before clipping, and `repeats` the share of
-    `repeated_replies`. Metrics are `echo_trap/<signal>` 0 or 1, `echo_trap/signals` their number, and
-    `echo_trap/warning`.
+    mean over sampled tokens in nats, `grad_norm` the policy's global norm before clipping, `repeats` the share of
+    `repeated_replies`, and `format` the share of replies of their form, NaN where replies have none. Metrics are
+    `echo_trap/<signal>` 0 or 1, `echo_trap/signals` their number, and `echo_trap/warning`.
     """
-    seen = {'reward_std': reward_std, 'entropy': entropy, 'repeats': repeats}
+    seen = {'reward_std': reward_std, 'entropy': entropy, 'repeats': repeats, 'format': format}
     learning = self.steps < settings.baseline_steps
     usual = self.averages['grad_norm'].value
     spike = not learning and (not math.isfinite(grad_norm) or grad_norm > _GRAD_FACTOR * usual)
@@ -194,10 +205,11 @@ class EchoTrap:
       'entropy': now['entropy'] > _ENTROPY_FACTOR * base['entropy'],
       'grad_norm': 0 <= since < _SPIKE_HOLD,
       'repeats': now['repeats'] > base['repeats'] + _REPEAT_FRACTION * (1.0 - base['repeats']),
+      'format': now['format'] < base['format'] - _FORMAT_FALL,
     }
     signals = {name: bool(on) and not learning for name, on in signals.items()}
     count = sum(signals.values())
-    in_a_row = self.in_a_row + 1 if count >= settings.min_signals else 0
+    in_a_row = self.in_a_row + 1 if count >= settings.min_signals or signals['format'] else 0
     warning = in_a_row >= settings.patience
     state = EchoTrap(self.steps + 1, baselines, averages, since, in_a_row)
     metrics = {f'echo_trap/{name}': float(on) for name, on in signals.items()}

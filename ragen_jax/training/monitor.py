@@ -24,7 +24,7 @@ _CURVES = (
   'response_length/mean',
   'critic/score/mean',
 )
-SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_norm', 'repeats'))
+SIGNALS = tuple(f'echo_trap/{name}' for name in ('reward_std', 'entropy', 'grad_norm', 'repeats', 'format'))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Monitor:
         entropy=metrics['actor/entropy'],
         grad_norm=metrics['actor/grad_norm'],
         repeats=metrics['rollout/repeated_replies'],
+        format=metrics.get('train/format_correct', math.nan),
       )
       own |= more
     if reason:
@@ -146,10 +147,16 @@ class Monitor:
     }
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
-    """Restores the state from `state_dict`; checkpoints of earlier versions lack spikes and bad iterations."""
+    """Restores the state from `state_dict`.
+
+    Checkpoints of earlier versions lack spikes, bad iterations and the signal `format`, which then has no baseline.
+    """
     self._emas = {name: serialization.from_state_dict(Ema(), ema) for name, ema in state['emas'].items()}
     self._early_stop = serialization.from_state_dict(EarlyStop(), state['early_stop'])
-    self._echo_trap = serialization.from_state_dict(EchoTrap.create(), state['echo_trap'])
+    known = serialization.to_state_dict(EchoTrap.create())
+    saved = {name: x | state['echo_trap'][name] if isinstance(x, dict) else state['echo_trap'][name]
+             for name, x in known.items()}  # fmt: skip
+    self._echo_trap = serialization.from_state_dict(EchoTrap.create(), saved)
     self._warned, self.rollbacks = state['warned'], state['rollbacks']
     self._spikes = Spikes.from_state_dict(state['spikes']) if 'spikes' in state else Spikes()
     self.all_bad_iterations = state.get('bad_iterations', 0)

@@ -68,7 +68,7 @@ def test_low_validation_success(other, stops):
 
 # --- the Echo Trap ----------------------------------------------------------------------------------------------------
 
-HEALTHY = {'reward_std': 1.0, 'entropy': 0.5, 'grad_norm': 2.0, 'repeats': 0.2}
+HEALTHY = {'reward_std': 1.0, 'entropy': 0.5, 'grad_norm': 2.0, 'repeats': 0.2, 'format': 0.9}
 
 
 def run(steps):
@@ -119,6 +119,17 @@ def test_two_signals_for_three_steps_are_a_warning():
   first = both.index(True)
   assert all(both[first:])
   assert [m['echo_trap/warning'] for m in metrics] == [0.0] * (first + 2) + [1.0] * (20 - first - 2)
+
+
+def test_replies_that_lose_their_form_are_a_warning_by_themselves():
+  assert not any(metrics['echo_trap/signals'] for metrics in run([{'format': 0.66}] * 80))
+  metrics = run([{'format': 0.0}] * 10)
+  # Averages of 0.77, 0.66 and 0.57 in the first three steps, and a baseline of 0.9.
+  assert [m['echo_trap/format'] for m in metrics] == [0.0] * 2 + [1.0] * 8
+  assert [m['echo_trap/signals'] for m in metrics] == [m['echo_trap/format'] for m in metrics]
+  assert [m['echo_trap/warning'] for m in metrics] == [0.0] * 4 + [1.0] * 6
+  # Replies of an agent program have no form; a model that never had it does not lose it.
+  assert not any(m['echo_trap/signals'] for m in run([{'format': math.nan}] * 20))
 
 
 def test_a_policy_that_solves_its_task_is_not_warned():
