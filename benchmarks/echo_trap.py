@@ -7,7 +7,7 @@
 
 StarPO is the paper's: PPO with a critic, 8 groups of 16 episodes, four optimiser steps an iteration, no discount, a
 KL term of 0.001, a clip of 0.2 on both sides. The search trains it with seed 0 and several learning rates of policy and
-critic. The comparison takes the learning rate `RATES` of a game, and adds StarPO-S, each of its changes alone, one
+critic. The comparison takes the learning rates `RATES` of a game, and adds StarPO-S, each of its changes alone, one
 optimiser step an iteration (the filter leaves one of four), no critic (GRPO), and a rollback after a warning.
 
 A run collapsed if the mean success of its last five iterations is below a half of its best mean over five. The collapse
@@ -17,6 +17,7 @@ began with the last iteration of which the five-iteration mean was above that ha
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import pathlib
@@ -56,9 +57,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
   # Back to the best checkpoint, with half the learning rate, after a warning.
   'rollback': flags(monitor__echo_trap='rollback', eval__every=5, checkpoint__every=5),
 }
-SEARCHED = (5e-4, 1e-3, 2e-3)
-# Chosen by the search: the learning rate of the comparison.
-RATES = {'FrozenLake': 2e-3, 'SimpleSokoban': 2e-3, 'Bandit': 1e-3}
+SEARCHED = (5e-4, 1e-3, 2e-3, 4e-3)
+# Chosen by the search: the learning rates of the comparison. The figure shows the last one.
+RATES = {'FrozenLake': (2e-3, 4e-3), 'SimpleSokoban': (2e-3,), 'Bandit': (1e-3,)}
 SEEDS = (0, 1, 2, 3, 4)
 _WINDOW = 5
 # Name in the JSON file -> name in the metrics of a run; TAG is the game.
@@ -125,21 +126,23 @@ def collapsed_at(success: list[float]) -> int | None:
 def keys(games: list[str], part: str) -> list[Key]:
   """The runs, in the order in which they are made: the search, then all settings of one seed after the other."""
   search = [(game, 'StarPO', rate, 0) for game in games for rate in SEARCHED]
-  compared = [(game, setting, RATES[game], seed) for seed in SEEDS for game in games for setting in SETTINGS]
+  compared = [
+    (game, setting, rate, seed) for seed in SEEDS for game in games for rate in RATES[game] for setting in SETTINGS
+  ]
   return list(dict.fromkeys((search if part != 'comparison' else []) + (compared if part != 'search' else [])))
 
 
 def summary(runs: dict[str, dict]) -> dict[str, dict]:
-  """For each game and setting of the comparison: how many runs collapsed, when, and how early the warning was."""
+  """For each case of the comparison: how many runs collapsed, when, and how early the warning was."""
   told = {}
   for game in GAMES:
-    for setting in SETTINGS:
-      found = [runs[n] for s in SEEDS if (n := name_of((game, setting, RATES[game], s))) in runs]
+    for rate, setting in itertools.product(RATES[game], SETTINGS):
+      found = [runs[n] for s in SEEDS if (n := name_of((game, setting, rate, s))) in runs]
       if not found:
         continue
       fallen = [r for r in found if r['collapsed_at'] is not None]
       warned = [r['collapsed_at'] - r['warned_at'] for r in fallen if r['warned_at'] is not None]
-      told[f'{game} / {setting}'] = {
+      told[f'{game} / {setting} / {rate:g}'] = {
         'runs': len(found),
         'collapsed': len(fallen),
         'collapsed_at': [r['collapsed_at'] for r in fallen],
@@ -173,7 +176,7 @@ def draw(runs: dict[str, dict], path: pathlib.Path) -> None:
     for axis, (curve, title) in zip(row, shown, strict=True):
       for setting, colour in colours.items():
         for i, seed in enumerate(SEEDS):
-          found = runs.get(name_of((game, setting, RATES[game], seed)))
+          found = runs.get(name_of((game, setting, RATES[game][-1], seed)))
           if found:
             y = [math.nan if x is None else x for x in found['curves'][curve]]
             axis.plot(range(1, len(y) + 1), y, color=colour, linewidth=0.9, label=setting if i == 0 else None)
@@ -191,6 +194,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--game', choices=list(GAMES), help='one game; all without it')
   parser.add_argument('--part', choices=['search', 'comparison'], help='one part; both without it')
+  parser.add_argument('--rate', type=float, help='one learning rate; all without it')
   parser.add_argument('--setting', choices=list(SETTINGS), nargs='+', default=list(SETTINGS), help='all by default')
   parser.add_argument('--jobs', type=int, default=1, help='number of runs at a time (Linux)')
   parser.add_argument('--quick', action='store_true')
@@ -201,10 +205,12 @@ def main() -> None:
   todo, overrides = keys([arguments.game] if arguments.game else list(GAMES), arguments.part or ''), ()
   if arguments.quick:
     out, image = ROOT / 'runs' / 'quick' / 'echo_trap.json', ROOT / 'runs' / 'quick' / 'echo_trap.png'
-    todo, overrides = [('Bandit', s, RATES['Bandit'], 0) for s in ('StarPO', 'StarPO-S')], flags(num_iterations=2)
+    todo, overrides = [('Bandit', s, RATES['Bandit'][-1], 0) for s in ('StarPO', 'StarPO-S')], flags(num_iterations=2)
     out.unlink(missing_ok=True)
   record = json.loads(out.read_text()) if out.exists() else {'runs': {}}
-  todo = [k for k in todo if name_of(k) not in record['runs'] and k[1] in arguments.setting]
+  todo = [
+    k for k in todo if name_of(k) not in record['runs'] and k[1] in arguments.setting and arguments.rate in (None, k[2])
+  ]
 
   def add(key: Key, result: dict) -> None:
     record['runs'][name_of(key)] = result

@@ -19,7 +19,7 @@ def test_the_search_comes_first_and_no_run_twice():
   assert len(set(keys)) == len(keys)
   assert keys[: 2 * len(echo_trap.SEARCHED)] == echo_trap.keys(['Bandit', 'FrozenLake'], 'search')
   assert {k[1:] for k in keys if k[0] == 'Bandit' and k[3] == 4} == {
-    (setting, echo_trap.RATES['Bandit'], 4) for setting in echo_trap.SETTINGS
+    (setting, rate, 4) for rate in echo_trap.RATES['Bandit'] for setting in echo_trap.SETTINGS
   }
 
 
@@ -27,12 +27,12 @@ def test_the_summary_counts_collapses_and_how_early_the_warning_was():
   def run(collapsed, warned, after):
     return {'collapsed_at': collapsed, 'warned_at': warned, 'held_out': [0.25, after]}
 
-  rate = echo_trap.RATES['Bandit']
+  rate = echo_trap.RATES['Bandit'][0]
   found = [run(30, 21, 0.0), run(40, None, 0.125), run(None, 12, 0.5), run(None, None, 0.75)]
   runs = {echo_trap.name_of(('Bandit', 'StarPO', rate, seed)): r for seed, r in enumerate(found)}
   runs[echo_trap.name_of(('Bandit', 'StarPO', rate / 2, 0))] = run(1, 1, 0.0)  # of the search
   assert echo_trap.summary(runs) == {
-    'Bandit / StarPO': {
+    f'Bandit / StarPO / {rate:g}': {
       'runs': 4, 'collapsed': 2, 'collapsed_at': [30, 40], 'iterations_from_warning_to_collapse': [9],
       'warned_without_collapse': 1, 'held_out_before': 0.25, 'held_out_after': [0.0, 0.125, 0.5, 0.75],
     }
