@@ -125,14 +125,13 @@ class EchoTrap:
   """Early warning of the Echo Trap, RAGEN's name for the collapse of multi-turn RL into repeated phrases.
 
   The rule. The first `baseline_steps` steps give the baselines: the mean of the in-group reward deviation, of the
-  entropy, of the share of repeated replies, and of the share of replies of their form. After them there are five
-  signals:
+  entropy, and of the share of repeated replies. After them there are four signals, and a fifth from the beginning:
 
     reward_std   the average of the in-group deviation of raw rewards is below 0.5 of its baseline
     entropy      the average of the entropy is above 1.5 times its baseline
     grad_norm    in one of the last 10 steps, the gradient norm was above 5 times the average of the steps before it
     repeats      the average of the share of repeated replies is above the midpoint between its baseline and 1
-    format       the average of the share of replies of their form is more than 0.25 below its baseline
+    format       the average of the share of replies of their form is more than 0.25 below its highest value so far
 
   Averages are exponential moving averages with the decay `ema_decay`. A spike enters its average with the value of the
   threshold, so that it does not hide the next spike. `min_signals` signals at once, or `format` alone, for `patience`
@@ -143,7 +142,7 @@ class EchoTrap:
 
   Attributes:
     steps: number of steps so far.
-    baselines, averages: the baseline and the average of each signal.
+    baselines, averages: the baseline and the average of each signal. The baseline of `format` is its highest average.
     since_spike: number of steps since the last gradient spike, -1 if there was none.
     in_a_row: number of consecutive steps with enough signals.
 
@@ -193,11 +192,14 @@ class EchoTrap:
       baselines = {
         name: Ema(b.total + float(seen[name]), b.weight + 1.0) if math.isfinite(seen[name]) else b
         for name, b in baselines.items()
-      }
+      } | {'format': baselines['format']}
     averages = {name: self.averages[name].update(x, settings.ema_decay) for name, x in seen.items()}
     entering = min(grad_norm, _GRAD_FACTOR * usual) if spike else grad_norm
     averages['grad_norm'] = self.averages['grad_norm'].update(entering, settings.ema_decay)
 
+    highest, average = baselines['format'].value, averages['format'].value
+    if average > highest or math.isnan(highest) and math.isfinite(average):
+      baselines = baselines | {'format': Ema(average, 1.0)}
     base = {name: b.value for name, b in baselines.items()}
     now = {name: averages[name].value for name in seen}
     signals = {
@@ -207,7 +209,7 @@ class EchoTrap:
       'repeats': now['repeats'] > base['repeats'] + _REPEAT_FRACTION * (1.0 - base['repeats']),
       'format': now['format'] < base['format'] - _FORMAT_FALL,
     }
-    signals = {name: bool(on) and not learning for name, on in signals.items()}
+    signals = {name: bool(on) and (name == 'format' or not learning) for name, on in signals.items()}
     count = sum(signals.values())
     in_a_row = self.in_a_row + 1 if count >= settings.min_signals or signals['format'] else 0
     warning = in_a_row >= settings.patience

@@ -128,7 +128,15 @@ def test_replies_that_lose_their_form_are_a_warning_by_themselves():
   assert [m['echo_trap/format'] for m in metrics] == [0.0] * 2 + [1.0] * 8
   assert [m['echo_trap/signals'] for m in metrics] == [m['echo_trap/format'] for m in metrics]
   assert [m['echo_trap/warning'] for m in metrics] == [0.0] * 4 + [1.0] * 6
-  # Replies of an agent program have no form; a model that never had it does not lose it.
+  # Form that is learnt, and lost again; and form that is lost before there are baselines.
+  late = run([{'format': 1.0}] * 40 + [{'format': 0.7}] * 40)
+  assert late[-1]['echo_trap/warning'] == 1.0 and not any(m['echo_trap/signals'] for m in late[:50])
+  state, warned = EchoTrap.create(), []
+  for share in (0.9, 0.9, 0.1, 0.0, 0.0, 0.0, 0.0):
+    state, _, warning = state.after_step(ECHO_TRAP, **(HEALTHY | {'format': share}))
+    warned.append(warning)
+  assert warned == [False] * 4 + [True] * 3  # averages of 0.9, 0.9, 0.61, 0.43 and 0.33
+  # Replies of an agent program have no form.
   assert not any(m['echo_trap/signals'] for m in run([{'format': math.nan}] * 20))
 
 
