@@ -29,6 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.learning_curves import check_matplotlib, hardware  # noqa: E402
 from benchmarks.training_runs import flags, number_of_jobs, run_all, train, write  # noqa: E402
+from configs import default  # noqa: E402
+from ragen_jax.algorithms.collapse import EchoTrap, EchoTrapSettings  # noqa: E402
+from ragen_jax.build import fill  # noqa: E402
 
 # Game -> config, and iterations of a run.
 GAMES = {
@@ -73,8 +76,6 @@ CURVES = {
   'entropy': 'actor/entropy',
   'grad_norm': 'actor/grad_norm',
   'ppo_kl': 'actor/ppo_kl',
-  'signals': 'echo_trap/signals',
-  'warning': 'echo_trap/warning',
 }
 
 Key = tuple[str, str, float, int]  # game, setting, learning rate, seed
@@ -99,12 +100,11 @@ def run(key: Key, cache: str, cores: set[int] | None, overrides: tuple[str, ...]
   curves = {
     name: [_rounded(line.get(metric.replace('TAG', game))) for line in steps] for name, metric in CURVES.items()
   }
-  warned = [i + 1 for i, x in enumerate(curves['warning']) if x]
   return {
     'wall_s': wall,
     'held_out': [tested[0], tested[-1]],
     'collapsed_at': collapsed_at(curves['success']),
-    'warned_at': warned[0] if warned else None,
+    'warned_at': warned_at(curves),
     'curves': curves,
   }
 
@@ -121,6 +121,19 @@ def collapsed_at(success: list[float]) -> int | None:
   if means[-1] >= half:
     return None
   return max(i for i, mean in enumerate(means) if mean >= half) + 1
+
+
+def warned_at(curves: dict[str, list[float | None]]) -> int | None:
+  """The iteration, from 1, of the first warning by today's rule with its default settings; None without one."""
+  rules, state = fill(EchoTrapSettings, default.get_config().monitor), EchoTrap.create()
+  names = {'reward_std': 'in_group_reward_std', 'repeats': 'repeats', 'entropy': 'entropy', 'grad_norm': 'grad_norm',
+           'format': 'format'}  # fmt: skip
+  for i in range(len(curves['success'])):
+    seen = {name: curves[curve][i] for name, curve in names.items()}
+    state, _, warning = state.after_step(rules, **{k: math.nan if x is None else x for k, x in seen.items()})
+    if warning:
+      return i + 1
+  return None
 
 
 def keys(games: list[str], part: str) -> list[Key]:

@@ -198,7 +198,7 @@ class EchoTrap:
     averages['grad_norm'] = self.averages['grad_norm'].update(entering, settings.ema_decay)
 
     highest, average = baselines['format'].value, averages['format'].value
-    if average > highest or math.isnan(highest) and math.isfinite(average):
+    if average > highest or (math.isnan(highest) and math.isfinite(average)):
       baselines = baselines | {'format': Ema(average, 1.0)}
     base = {name: b.value for name, b in baselines.items()}
     now = {name: averages[name].value for name in seen}

@@ -14,6 +14,23 @@ def test_a_collapse_is_a_fall_below_half_of_the_best_that_stays():
   assert echo_trap.collapsed_at([0.0] * 9) is None
 
 
+def test_the_first_warning_is_that_of_the_monitor():
+  healthy = {
+    'success': 0.3,
+    'in_group_reward_std': 0.4,
+    'repeats': 0.1,
+    'entropy': 0.2,
+    'grad_norm': 1.0,
+    'format': 1.0,
+  }
+  curves = {name: [x] * 30 for name, x in healthy.items()}
+  assert echo_trap.warned_at(curves) is None
+  lost = curves | {'format': [1.0] * 15 + [0.0] * 15}
+  # Averages of 0.89, 0.79 and 0.71, the third one below 0.75 in iteration 18, and two more of patience.
+  assert echo_trap.warned_at(lost) == 20
+  assert echo_trap.warned_at(curves | {'format': [None] * 30}) is None
+
+
 def test_the_search_comes_first_and_no_run_twice():
   keys = echo_trap.keys(['Bandit', 'FrozenLake'], '')
   assert len(set(keys)) == len(keys)
