@@ -276,7 +276,9 @@ def task_runner(config: ConfigDict, model: LanguageModel) -> Runner | None:
   tag = name.removeprefix(ENVIRONMENT)
   specs = build.env_specs(config, (tag,), (1,))
   held_out = {'train': _held_out(config, tag), 'val': frozenset()}
-  envs = {mode: EnvStateManager(specs, 1, held_out=levels) for mode, levels in held_out.items()}
+  envs = {
+    mode: EnvStateManager(specs, 1, held_out=levels, processor=model.processor) for mode, levels in held_out.items()
+  }
 
   def make(mode: str) -> AgentProxy:
     context = build.context_manager(config, model.tokenizer, specs)

@@ -64,7 +64,8 @@ class ImageTableSizes:
     return most
 
   def most_tokens(self, rows: int, width: int, *, packed: bool) -> int:
-    return max(1, *(rows * own.tokens * own.images(width, packed=packed) for own in self.shown))
+    """Rows of the largest table of features: the same number for each of `rows`, and at least one."""
+    return max(rows, *(rows * own.tokens * own.images(width, packed=packed) for own in self.shown))
 
   def tokens(self, needed: int, rows: int, width: int, *, packed: bool) -> int:
     return _enough(needed, self.most_tokens(rows, width, packed=packed), packed)

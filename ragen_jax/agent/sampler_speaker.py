@@ -200,7 +200,8 @@ class SamplerSpeaker:
     self._resize(feeding.columns)
     if feeding.begins:
       self._keys = self._row_keys(log)
-    self._see(prompts)
+    if log.envs.has_images:
+      self._see(prompts)
     found = []
     for call in feeding.calls:
       if isinstance(call, Share):
@@ -216,15 +217,14 @@ class SamplerSpeaker:
     return feeding.decoded
 
   def _see(self, prompts: dict[int, Prompt]) -> None:
-    """Computes the features of images that the rollout has not shown yet."""
+    """Computes the features of images that the rollout has not shown yet. All processes must call."""
     new = {
       span.segment.digest: span.segment.image
       for prompt in prompts.values()
       for span in prompt.images
       if span.segment.digest not in self._seen
     }
-    if new:
-      self._seen |= zip(new, self._eyes.encoder(self._params['policy']['visual'], list(new.values())), strict=True)
+    self._seen |= zip(new, self._eyes.encoder(self._params['policy']['visual'], list(new.values())), strict=True)
 
   def _extend(self, log: EpisodeLog, prompts: dict[int, Prompt], call: Feed) -> list[_Chosen]:
     """Feeds the tokens of a stage to some rows; gives their experts, if they are recorded."""

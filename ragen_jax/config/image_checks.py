@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent import image_observations
 from ragen_jax.agent.image_observations import shows_images
+from ragen_jax.agent.image_table_sizes import image_room
 from ragen_jax.agent.language_model import check_vision
+from ragen_jax.config import rules
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
+from ragen_jax.models.vision.processor import ProcessorConfig
+from ragen_jax.serving.play.env_program import ENVIRONMENT
 from ragen_jax.utils.errors import UserError
 
 
@@ -20,10 +23,12 @@ def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eva
   """Checks that the model can read the images of the environments of some sections of the config.
 
   Without `weights` there is no checkpoint, and a preset's processor is that of the published one. Raises UserError if
-  the model reads text only, its processor would resize the images of a board, the images of an observation do not fit
-  into the context, or there are processes.
+  the model reads text only, its processor would resize the images of a board, or the images of an observation do not
+  fit into the context.
   """
-  specs = [s for section in sections for s in _specs(config, section) if shows_images(s)]
+  by_policy = [s for section in sections for s in _specs(config, section) if shows_images(s)]
+  by_programs = [s for section in sections for s in _programs_specs(config, section) if shows_images(s)]
+  specs = by_policy + by_programs
   if not specs and config.model.vision == 'frozen':
     return
   shape = presets.shape(config.model.preset, config.model.path)
@@ -34,13 +39,13 @@ def check_images(config: ConfigDict, *, sections: Sequence[str] = ('train', 'eva
   if shape.vision is None:
     model = f'model.path={config.model.path!r}' if config.model.path else f'model.preset={config.model.preset!r}'
     raise UserError(f'{field}: {model} reads text only; choose a model with a vision tower, such as {presets.TINY_VL}')
-  if jax.process_count() > 1:
-    raise UserError(f'{field}: images need one process, there are {jax.process_count()}; devices may be many')
   path = presets.resolve(config.model.preset, config.model.path) if weights else config.model.path
   processor = presets.processor(config.model.preset, path)
   for spec in specs:
     image_observations.check_images(spec, processor)
     _check_context(config, spec, image_observations.image_columns(spec, processor))
+  for spec in by_programs:
+    _check_calls(config, spec, processor)
 
 
 def _check_context(config: ConfigDict, spec: EnvSpec, columns: int) -> None:
@@ -56,6 +61,21 @@ def _check_context(config: ConfigDict, spec: EnvSpec, columns: int) -> None:
     )
 
 
+def _check_calls(config: ConfigDict, spec: EnvSpec, processor: ProcessorConfig) -> None:
+  """Checks that calls over HTTP may show what a row of an environment shows, which has all its images in each call."""
+  (shown,) = image_room([spec], processor).shown
+  of = f'with {_field(spec)}, whose'
+  rules.check(
+    config, 'serve.image_tokens', config.serve.image_tokens >= shown.tokens,
+    f'must be at least {shown.tokens} {of} images have so many tokens',
+  )  # fmt: skip
+  most = shown.images(config.agent.max_context, packed=False)
+  rules.check(
+    config, 'serve.max_images', config.serve.max_images >= most,
+    f'must be at least {most} {of} calls show up to so many images',
+  )  # fmt: skip
+
+
 def check_texts(config: ConfigDict, tags: Sequence[str], reader: str) -> None:
   """Raises UserError if an environment shows images; `reader` names what gets text only."""
   for spec in build.env_specs(config, tuple(tags), (1,) * len(tags)):
@@ -64,12 +84,16 @@ def check_texts(config: ConfigDict, tags: Sequence[str], reader: str) -> None:
 
 
 def _specs(config: ConfigDict, section: str) -> list[EnvSpec]:
-  """The environments of training or evaluation, which the policy itself plays."""
+  """The environments of training or evaluation, which the policy itself plays, and tasks of programs."""
   tags = tuple(config[section].tags)
-  runners = {config.envs[tag].get('runner', '') for tag in tags}
-  played = sorted(name.removeprefix('env:') for name in runners if name.startswith('env:'))
-  check_texts(config, played, 'a program that plays tasks')
   return build.env_specs(config, tags, (1,) * len(tags), field=f'{section}.tags')
+
+
+def _programs_specs(config: ConfigDict, section: str) -> list[EnvSpec]:
+  """The environments of training or evaluation that the built-in program plays."""
+  runners = {config.envs[tag].get('runner', '') for tag in config[section].tags}
+  played = sorted(name.removeprefix(ENVIRONMENT) for name in runners if name.startswith(ENVIRONMENT))
+  return build.env_specs(config, tuple(played), (1,) * len(played))
 
 
 def _field(spec: EnvSpec) -> str:

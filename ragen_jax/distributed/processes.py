@@ -346,20 +346,22 @@ def gather_shares(value: Any, share: RowShare, types: Sequence[type] = ()) -> li
   return [shares[i] for i in range(share.parts)]
 
 
-def place_own_rows(tree: Any, mesh: Mesh, share: RowShare) -> Any:
-  """Puts host arrays [b, ...] of the rows of this process on the mesh, as parts of arrays of all rows."""
+def place_own_rows(tree: Any, mesh: Mesh, share: RowShare, axis: int = 0) -> Any:
+  """Puts host arrays of the rows of this process, along `axis`, on the mesh, as parts of arrays of all rows."""
+  sharding = row_sharding(mesh, axis)
   if jax.process_count() == 1:
-    return jax.device_put(tree, row_sharding(mesh))
+    return jax.device_put(tree, sharding)
 
   def place(x):
     x = np.asarray(x)
-    total, offset = len(x) * share.parts, len(x) * share.index
+    own = x.shape[axis]
+    total, offset = own * share.parts, own * share.index
 
     def part(index):
-      start, stop, _ = index[0].indices(total)
-      return x[start - offset : stop - offset]
+      start, stop, _ = index[axis].indices(total)
+      return x[(*index[:axis], slice(start - offset, stop - offset))]
 
-    return jax.make_array_from_callback((total, *x.shape[1:]), row_sharding(mesh), part)
+    return jax.make_array_from_callback((*x.shape[:axis], total, *x.shape[axis + 1 :]), sharding, part)
 
   return jax.tree.map(place, tree)
 

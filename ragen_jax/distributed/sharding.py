@@ -241,9 +241,9 @@ def row_shards(mesh: Mesh) -> int:
   return mesh.shape['data'] * mesh.shape['fsdp']
 
 
-def row_sharding(mesh: Mesh) -> NamedSharding:
-  """The layout of arrays [B, ...] with rows divided."""
-  return NamedSharding(mesh, PartitionSpec(ROW_AXES))
+def row_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
+  """The layout of arrays [B, ...] with rows divided; of arrays whose rows are another `axis`."""
+  return NamedSharding(mesh, PartitionSpec(*[None] * axis, ROW_AXES))
 
 
 @dataclasses.dataclass(frozen=True)

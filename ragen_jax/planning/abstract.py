@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
@@ -153,12 +152,17 @@ def sampler_images(config: ConfigDict, policy: LanguageModel, rows: int, width: 
   room = build.trained_images(config)
   if room is None:
     return None
-  by_rows, whole = row_sharding(policy.mesh), NamedSharding(policy.mesh, PartitionSpec())
-  dtype = policy.model.policy.dtype
+  by_rows, dtype = row_sharding(policy.mesh), policy.model.policy.dtype
   return ImageColumns(
     jax.ShapeDtypeStruct((rows, width), np.int32, sharding=by_rows),
     jax.ShapeDtypeStruct((rows, width, AXES), np.int32, sharding=by_rows),
-    abstract_features(policy.model.policy.cfg.vision, room.tokens(0, rows, width, packed=False), dtype, whole),
+    abstract_features(
+      policy.model.policy.cfg.vision,
+      room.tokens(0, rows, width, packed=False),
+      dtype,
+      by_rows,
+      row_sharding(policy.mesh, axis=1),
+    ),
   )
 
 

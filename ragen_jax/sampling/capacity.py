@@ -51,7 +51,7 @@ def bytes_per_row(
   some of the rows have no episode, the program copies the others. A call that feeds prompts, assumed to have up to 512
   columns (as all without images do), holds the MLP's three arrays of F numbers a column, as many of the chosen experts,
   or the chunks of linear attention. Each device holds the features of the images that are fed to the rows of all
-  shards.
+  shards, and again those of its own rows, as they came from the host.
 
   `columns` is S, and `image_tokens` the most tokens of the images that are fed to a row at once. Heads and vocabulary
   are divided into `tensor` parts, rows into `shards`.
@@ -60,7 +60,7 @@ def bytes_per_row(
   images = 0
   if image_tokens:
     levels = 1 + len(cfg.vision.deepstack_blocks)
-    images = shards * image_tokens * levels * cfg.vision.out_hidden_size * size
+    images = (shards + (shards > 1)) * image_tokens * levels * cfg.vision.out_hidden_size * size
   layer = 2 * columns * (cfg.num_kv_heads // tensor) * cfg.head_dim * size
   full = cfg.attention_layers
   states = (cfg.num_layers - full) * state_bytes(cfg, size) // tensor

@@ -107,6 +107,9 @@ class SamplerPrograms:
 
   def _extend_rows(self, params, state, tokens, count, begins, rows, images=None):
     part = self._part(state, rows)
+    if images is not None:  # a row may read the tokens of any image
+      whole = jax.tree.map(lambda _: PartitionSpec(), images.features)
+      images = images.replace(features=self._layout(images.features, whole))
     added, experts = extend(
       self._graphdef, params, part, tokens, count, begins, images=images, with_experts=self._with_experts
     )

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import (
   SamplingLayout,
-  copied,
   path_of,
   sampling_mesh,
   sampling_spec,
@@ -22,6 +21,7 @@ from ragen_jax.distributed.sharding import (
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.features import ImageColumns
+from ragen_jax.models.vision.tower import Features
 from ragen_jax.sampling import capacity, kv_cache
 from ragen_jax.sampling.decode import Reply
 from ragen_jax.sampling.draw import RowSampling, Sampling
@@ -112,8 +112,17 @@ class Sampler:
     self.programs, self.traces = self._shared.programs, self._shared.traces
     self.state_specs = self._shared.state_specs
 
-  def _place(self, x):
-    return x if self.mesh is None else processes.place_own_rows(x, self.mesh, self.share)
+  def _place(self, x, axis=0):
+    return x if self.mesh is None else processes.place_own_rows(x, self.mesh, self.share, axis)
+
+  def _place_images(self, images: ImageColumns) -> ImageColumns:
+    """What the rows of all processes read: their tables of features, one behind the other."""
+    own = images.features
+    first = self.share.index * len(own.embeddings)
+    stacked = None if own.deepstack is None else self._place(own.deepstack, axis=1)
+    index = np.where(images.index >= 0, images.index + first, -1).astype(np.int32)
+    features = Features(self._place(own.embeddings), stacked)
+    return ImageColumns(self._place(index), self._place(images.positions), features)
 
   def rows_that_fit(self, rows: int, columns: int, image_tokens: int = 0) -> int:
     """How many of `rows` rows of a shard, with `columns` columns of the cache, can be sampled at a time.
@@ -235,7 +244,8 @@ class Sampler:
 
     `tokens` are i32[b, O], `count` i32[b], and `begins` bool[b], by default none. `rows` i32[b] are the rows that take
     part, each once, the same number in each shard of this process and numbered within it; the others are left alone. By
-    default all B take part. A run with images needs one process.
+    default all B take part. `images` are what the rows of this process read, on the host; its table of features has the
+    same number of rows in all processes, a multiple of the shards of a process.
     """
     return self.extend_with_experts(params, state, tokens, count, begins, rows=rows, images=images)[0]
 
@@ -251,9 +261,6 @@ class Sampler:
     images: ImageColumns | None = None,
   ) -> tuple[SamplerState, jax.Array | None]:
     """`extend`, and the experts that each token was given to, of the rows of all processes; None without a record."""
-    if images is not None:
-      features = images.features if self.mesh is None else copied(images.features, self.mesh)
-      images = ImageColumns(self._place(images.index), self._place(images.positions), features)
     begins = np.zeros(len(count), bool) if begins is None else begins
     if images is None:
       rows_fed, width = self.share.parts * len(count), tokens.shape[1]
@@ -265,7 +272,7 @@ class Sampler:
       count=self._place(count),
       begins=self._place(begins),
       rows=None if rows is None else self._place(rows),
-      images=images,
+      images=None if images is None else self._place_images(images),
     )
 
   def decode(

@@ -41,6 +41,7 @@ def test_what_is_needed_changes_the_tables_of_packed_rows_only():
 def test_tables_hold_what_is_needed_and_are_never_empty():
   assert ROOM.images({(8, 8): 3, (8, 24): 5}, 1, 10, packed=False) == {(8, 8): 3, (8, 24): 5, (16, 40): 1}
   assert ROOM.tokens(7, 1, 10, packed=True) == 7 and ROOM.tokens(0, 1, 3, packed=False) == 1
+  assert ROOM.tokens(0, 6, 3, packed=False) == 6  # as many for each row, so that devices can divide them
 
 
 def test_environments_of_equal_images_share_their_room():

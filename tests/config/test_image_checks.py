@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pathlib
 
-import jax
 import pytest
 
 from ragen_jax.config.checks import check_config, check_eval
@@ -105,10 +104,28 @@ def test_the_images_of_an_observation_fit_into_the_context(seeing):
   assert_refused(check_config, _changed(seeing, agent__max_context=24), told)
 
 
-def test_programs_get_text_only(seeing):
-  config = _changed(seeing, envs__Agent__runner='env:FrozenLake', train__tags=('Agent',), eval__tags=('Agent',))
-  told = r"^envs\.FrozenLake\.observation='image': a program that plays tasks gets text only$"
-  assert_refused(lambda c: check_images(c, weights=False), config, told)
+def test_calls_of_an_environment_may_show_its_images(seeing):
+  fields = {'envs__Agent__runner': 'env:FrozenLake', 'train__tags': ('Agent',), 'eval__tags': ('Agent',)}
+  config = _changed(seeing, serve__image_tokens=16, serve__max_images=3, **fields)
+  assert config.envs.FrozenLake.max_turns == 3
+  check_config(config)
+  asks = r"with envs\.FrozenLake\.observation='image', whose"
+  for changed, told in (
+    ({'serve__image_tokens': 15}, rf'^serve\.image_tokens=15: must be at least 16 {asks} images have so many tokens$'),
+    ({'serve__max_images': 2}, rf'^serve\.max_images=2: must be at least 3 {asks} calls show up to so many images$'),
+    ({'serve__max_images': 0}, r'^serve\.max_images=0: must be at least 3'),
+    (
+      {'model__path': '', 'model__preset': 'tiny'},
+      r"^envs\.FrozenLake\.observation='image': model\.preset='tiny' reads",
+    ),
+    (
+      {'agent__max_context': 24},
+      r"^envs\.FrozenLake\.observation='image': the images of an observation need 18 tokens",
+    ),
+  ):
+    assert_refused(lambda c: check_images(c, weights=True), _changed(config, **changed), told)
+  # Two images fit into a row.
+  check_images(_changed(config, serve__max_images=2, agent__max_context=53), weights=True)
 
 
 def test_models_on_a_server_get_text_only(seeing):
@@ -137,10 +154,3 @@ def test_a_checkpoint_without_a_tower(seeing, tmp_path):
   text |= {'model_type': 'qwen3', 'architectures': ['Qwen3ForCausalLM']}
   (tmp_path / 'config.json').write_text(json.dumps(text))
   assert_refused(check_config, _changed(seeing, model__path=str(tmp_path)), 'reads text only')
-
-
-def test_images_need_one_process(seeing, monkeypatch):
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  told = r"^envs\.FrozenLake\.observation='image': images need one process, there are 2; devices may be many$"
-  assert_refused(lambda c: check_images(c, weights=True), seeing, told)
-  check_images(small_config(), weights=True)

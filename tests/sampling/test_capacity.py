@@ -52,9 +52,10 @@ def test_a_row_s_bytes_count_the_features_of_the_images_of_all_shards():
     cfg, vision=types.SimpleNamespace(deepstack_blocks=(0, 1), out_hidden_size=cfg.hidden_size)
   )
   text = capacity.bytes_per_row(cfg, 96, jnp.bfloat16)
-  # An embedding and two levels of DeepStack for each of 20 tokens of each row of four shards.
+  # An embedding and two levels of DeepStack for each of 20 tokens of each row of four shards, and of its own row again.
   found = capacity.bytes_per_row(seeing, 96, jnp.bfloat16, image_tokens=20, shards=4)
-  assert found == text + 4 * 20 * 3 * cfg.hidden_size * 2
+  assert found == text + 5 * 20 * 3 * cfg.hidden_size * 2
+  assert capacity.bytes_per_row(seeing, 96, jnp.bfloat16, image_tokens=20) == text + 20 * 3 * cfg.hidden_size * 2
   assert capacity.bytes_per_row(seeing, 96, jnp.bfloat16, shards=4) == text
 
 

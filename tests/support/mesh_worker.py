@@ -5,10 +5,12 @@ python -m tests.support.mesh_worker MODEL DIRECTORY CHECKPOINT SHAPE,SHAPE,... [
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +18,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.distributed import processes
+from ragen_jax.models.vision.features import ImageColumns
+from ragen_jax.planning import abstract
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.training import optimizer_step
 from ragen_jax.training.optimizer_step import SKIPPED
@@ -52,7 +57,8 @@ def play_and_update(model: str, shape: str, workdir: str, restored: str = '') ->
       arrays = jax.tree.leaves(other.restore(state.saved())[0])
     found = {f'restored{i}': x for i, x in enumerate(processes.all_rows(arrays))}
   before = [x.sharding for x in jax.tree.leaves((state.params, state.opt_state))]
-  rollout, selection = trainer.collect(state)
+  with _read_by(policy.sampler.programs, 'extend') as read:
+    rollout, selection = trainer.collect(state)
   batch, metrics = trainer.estimate(state, selection)
   state, more = trainer.update(state, batch, selection)
   after = jax.tree.leaves((state.params, state.opt_state))
@@ -81,8 +87,34 @@ def play_and_update(model: str, shape: str, workdir: str, restored: str = '') ->
     **{f'saved{i}': x for i, x in enumerate(saved)},
     **found,
     'moved': np.asarray(moved),
+    'planned': np.asarray([_as_planned(config, policy, x) for x in read[:2] if x is not None]),
     **{f'w{i}': x for i, x in enumerate(weights)},
   }
+
+
+@contextlib.contextmanager
+def _read_by(programs: dict[str, Callable[..., Any]], name: str) -> Iterator[list[Any]]:
+  """The images that the calls of a program read; none for text."""
+  read, program = [], programs[name]
+
+  def run(**given):
+    read.append(given['images'])
+    return program(**given)
+
+  programs[name] = run
+  try:
+    yield read
+  finally:
+    programs[name] = program
+
+
+def _as_planned(config: ConfigDict, policy: LanguageModel, read: ImageColumns) -> bool:
+  """Whether `--mode=plan` compiles the program for images of such shapes, types and layouts."""
+  planned = jax.tree.leaves(abstract.sampler_images(config, policy, *read.index.shape))
+  return all(
+    (x.shape, x.dtype) == (y.shape, y.dtype) and x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    for x, y in zip(jax.tree.leaves(read), planned, strict=True)
+  )
 
 
 def saved_like(model: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A program that shows boards as images over HTTP gives the rows of the environment, and the update sees the same."""
+"""Programs that show boards as images over HTTP give the rows of the environment, and the update sees the same."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.segments import images_of
+from ragen_jax.config.checks import check_config
 from ragen_jax.training.batches import TokenRows, at_columns, sampled_columns
 from ragen_jax.training.packing import plan_rows
 from tests.support import learning
@@ -25,8 +26,14 @@ LIMITS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope='module')
-def played(tmp_path_factory):
+RUNNERS = {
+  'a program': {'serve.success_reward': 'goal', 'envs.Agent.runner': f'{ROOT}/docs/examples/frozenlake_images.py:play'},
+  'the built-in runner': {'serve.success_reward': 'success', 'envs.Agent.runner': 'env:FrozenLake'},
+}
+
+
+@pytest.fixture(scope='module', params=RUNNERS)
+def played(request, tmp_path_factory):
   """The rollout of the environment, the trainer of a program's run, its state and its rollout."""
   inside = small_config({**LIMITS, 'envs.FrozenLake.observation': 'image', 'envs.FrozenLake.max_turns': 5})
   policy = build.load_policy(inside)
@@ -36,9 +43,10 @@ def played(tmp_path_factory):
   expected = player.play(params, key, sampling, FIRST, policy_version=4)
   config = small_config({
     **LIMITS, 'train.tags': ('Agent',), 'eval.tags': ('Agent',), 'eval.groups': 1, 'eval.group_size': 1,
-    'serve.port': 0, 'serve.slots': 4, 'serve.success_reward': 'goal', 'envs.Agent.max_turns': 5,
-    'envs.Agent.runner': f'{ROOT}/docs/examples/frozenlake_images.py:play',
+    'serve.port': 0, 'serve.slots': 4, 'envs.Agent.max_turns': 5, 'envs.FrozenLake.observation': 'image',
+    'envs.FrozenLake.max_turns': 5, **RUNNERS[request.param],
   })  # fmt: skip
+  check_config(config)
   with build_agents.open_players(config, policy, str(tmp_path_factory.mktemp('run'))) as players:
     trainer = build.make_trainer(config, policy, player=players['train'])
     state = learning.copied(trainer.init())

@@ -104,8 +104,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, vision):
   assert [line['step'] for line in found[0]] == [0, 1, 2] and found[0][2]['rollout/replayed_groups'] > 0
 
 
-@pytest.mark.parametrize('vision', ['frozen', 'trained'])
-def test_meshes_give_the_same_answer(tmp_path, vision, monkeypatch):
+# Each of two processes plays half of the rows, with all weights or with half of them, or both play the same rows.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+  ('vision', 'processes', 'shapes'),
+  [('frozen', 1, ['2x2x2']), ('frozen', 2, ['2x1x1', '1x1x2']), ('trained', 2, ['1x2x1'])],
+)
+def test_meshes_and_processes_give_the_same_answer(tmp_path, vision, processes, shapes, monkeypatch):
   fields = {
     'envs__FrozenLake__observation': 'image', 'agent__max_response_tokens': 6, 'agent__max_context': 256,
     'model__vision': vision, 'length_step': 64,
@@ -113,9 +118,10 @@ def test_meshes_give_the_same_answer(tmp_path, vision, monkeypatch):
   model = checkpoint(seeing_config(), tmp_path, QWEN3_VL)
   monkeypatch.setenv('CONFIG_FIELDS', json.dumps(fields))
   one = mesh_worker.play_and_update(model, '1x1x1', str(tmp_path / 'one'))
-  many = _run(model, tmp_path / 'many', ['1x2x1', '1x1x2'], **fields)
-  for found in many.values():
+  many = _run(model, tmp_path / 'many', shapes, processes, **fields)
+  for found in (one, *many.values()):
     _assert_same(found, one)
+    assert found['planned'].tolist() == [True] * 2, 'the plan compiles other programs than those that read images'
 
 
 @pytest.mark.parametrize('vision', ['frozen', 'trained'])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import place_rows, row_shards
 from ragen_jax.models.layers import is_frozen
 from ragen_jax.models.qwen import Qwen
@@ -79,13 +81,14 @@ class Encoder:
     """The features of images, on the host: embeddings [tokens, D], and with DeepStack [n, tokens, D].
 
     The images are u8[H, W, 3] each, of sizes that need no resizing. The weights of a frozen tower are always the same.
+    All processes must call, each with images of its own; the devices of all divide the images of all.
 
     Raises:
       UserError: the processor would resize an image.
     """
     keys = [digest(image) for image in images]
     found = {key: self._kept[key] for key in keys if key in self._kept}
-    new = {key: image for key, image in zip(keys, images, strict=True) if key not in found}
+    new = _of_all_processes({key: image for key, image in zip(keys, images, strict=True) if key not in found})
     by_size: dict[tuple[int, ...], list[bytes]] = {}
     for key, image in new.items():
       by_size.setdefault(image.shape, []).append(key)
@@ -110,7 +113,7 @@ class Encoder:
         part[: len(own)] = own
         call = self._shared.run(weights, part if self._mesh is None else place_rows(part, self._mesh))
       if running is not None:
-        running = jax.device_get(running)
+        running = processes.all_rows(running)
         found += [jax.tree.map(functools.partial(_one, i), running) for i in range(count)]
       running = call
     return found[: len(images)]
@@ -124,6 +127,17 @@ class Encoder:
       self._kept.move_to_end(key)
     while self._bytes > _KEPT_BYTES:
       self._bytes -= _bytes(self._kept.popitem(last=False)[1])
+
+
+def _of_all_processes(own: Mapping[bytes, np.ndarray]) -> dict[bytes, np.ndarray]:
+  """The images that processes pass, by digest, each once and in one order. All must call."""
+  senders: dict[bytes, int] = {}
+  for process, keys in enumerate(processes.gather(list(own))):
+    senders |= dict.fromkeys([key for key in keys if key not in senders], process)
+  if not senders:
+    return {}
+  sent = processes.gather([own[key] for key, process in senders.items() if process == jax.process_index()])
+  return dict(zip(senders, itertools.chain(*sent), strict=True))
 
 
 def _one(i: int, x: np.ndarray) -> np.ndarray:

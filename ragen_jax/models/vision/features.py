@@ -71,12 +71,14 @@ def stacked(parts: Sequence[Features], rows: int, like: Features) -> Features:
   return Features(fill(0, [part.embeddings for part in parts], like.embeddings), deepstack)
 
 
-def abstract_features(cfg: VisionConfig, rows: int, dtype: Any, sharding: Any) -> Features:
-  """Shape and type of a `table` of `rows` rows."""
+def abstract_features(
+  cfg: VisionConfig, rows: int, dtype: Any, sharding: Any, stacked_sharding: Any = None
+) -> Features:
+  """Shape and type of a `table` of `rows` rows; `stacked_sharding` is that of DeepStack's, by default the same."""
   shape = (rows, cfg.out_hidden_size)
   stacked = None
   if cfg.deepstack_blocks:
-    stacked = jax.ShapeDtypeStruct((len(cfg.deepstack_blocks), *shape), dtype, sharding=sharding)
+    stacked = jax.ShapeDtypeStruct((len(cfg.deepstack_blocks), *shape), dtype, sharding=stacked_sharding or sharding)
   return Features(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), stacked)
 
 

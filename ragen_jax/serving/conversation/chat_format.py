@@ -168,14 +168,13 @@ class QwenFormat:
         ids += self._tokenizer.image_ids(item.columns) if isinstance(item, ImageSegment) else (item,)
     return tuple(ids)
 
-  def images(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
-    """Where the images of the messages are in the ids of their prompt. Neither texts nor replies have placeholders."""
+  def images(self, ids: Sequence[int], images: Sequence[ImageSegment]) -> tuple[ImageSpan, ...]:
+    """Where images are in the ids of their prompt, whose placeholders are theirs; texts and replies have none."""
     found, start = [], 0
-    for message in messages:
-      for _, image in message.images:
-        start = ids.index(self.placeholder, start)
-        found.append(ImageSpan(image, start, start + image.columns))
-        start += image.columns
+    for image in images:
+      start = ids.index(self.placeholder, start)
+      found.append(ImageSpan(image, start, start + image.columns))
+      start += image.columns
     return tuple(found)
 
   @property

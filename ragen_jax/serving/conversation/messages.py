@@ -56,6 +56,11 @@ class Message:
     )
 
 
+def images_of_messages(messages: Sequence[Message]) -> list[ImageSegment]:
+  """The images of messages, in their order."""
+  return [image for message in messages for _, image in message.images]
+
+
 @dataclasses.dataclass(frozen=True)
 class Tool:
   """A function that the policy may call, with its schema as the prompt has it: JSON text {"type": "function",

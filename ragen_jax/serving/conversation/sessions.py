@@ -29,7 +29,7 @@ import numpy as np
 from ragen_jax.agent.segments import ImageSpan
 from ragen_jax.serving.conversation.chat_format import QwenFormat
 from ragen_jax.serving.conversation.matching import NO_MESSAGES, Conversation, ReplyIndex, SampledReply
-from ragen_jax.serving.conversation.messages import Message
+from ragen_jax.serving.conversation.messages import Message, images_of_messages
 from ragen_jax.serving.types import Finish, Generated, PlacedImage, SamplingParams, StoredCall, marked
 
 # Why a call begins a new row, in the order in which the causes are looked for.
@@ -136,7 +136,8 @@ class Session:
       prompt = self._ids(parent) + tuple(following)
     else:
       prompt = tuple(self._format.render(messages, tools, options))
-    images = self._format.images(prompt, messages) if any(m.images for m in messages) else ()
+    shown = images_of_messages(messages)
+    images = self._format.images(prompt, shown) if shown else ()
 
     def cause() -> str:
       if parent is not None and following is None:
@@ -150,13 +151,15 @@ class Session:
     request = self._request(agent, digest, choices, conversation)
     return self._reserve(prompt, parent, cause, request, images)
 
-  def plan_ids(self, ids: Sequence[int], *, agent: str, digest: str, choices: int) -> tuple[Plan, ...]:
-    """Plans a request whose prompt is given in ids; arguments and result as in `plan`."""
-    packed = _bytes(ids, ())
+  def plan_ids(
+    self, ids: Sequence[int], images: tuple[ImageSpan, ...] = (), *, agent: str, digest: str, choices: int
+  ) -> tuple[Plan, ...]:
+    """Plans a request whose prompt is given in ids, with its images; other arguments and result as in `plan`."""
+    packed = _bytes(ids, map(PlacedImage.of, images))
     continued = [r for r in self._replies.values() if packed.startswith(self._rows[r.row][: _SIZE * r.end])]
     parent = max(continued, key=lambda r: (r.end, r.request, -r.choice), default=None)
     request = self._request(agent, digest, choices, NO_MESSAGES)
-    return self._reserve(tuple(ids), parent, lambda: '' if parent is None else 'fork', request)
+    return self._reserve(tuple(ids), parent, lambda: '' if parent is None else 'fork', request, images)
 
   def release(self, plan: Plan) -> None:
     """Gives back the row of a plan that will not be committed. Does nothing if it is not reserved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import queue
@@ -10,11 +11,13 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.episode import Status, TextReply
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.serving import client
-from ragen_jax.utils.errors import UserError
+from ragen_jax.serving.rollouts.codec import encode_pixels
 
 # `AgentTasks.runner` of environments: 'env:FrozenLake' plays the tag FrozenLake.
 ENVIRONMENT = 'env:'
@@ -28,8 +31,8 @@ _PAUSE_S = 1.0  # before a call is repeated that the server had no room for
 class ServedSpeaker:
   """The policy behind the endpoint speaks for one row.
 
-  It gets the ids of the whole row, as the built-in rollout feeds them, so its replies are those of the built-in
-  rollout. `calls` are the ids of the calls so far, one for each turn.
+  It gets the ids and the images of the whole row, as the built-in rollout feeds them, so its replies are those of the
+  built-in rollout. `calls` are the ids of the calls so far, one for each turn.
   """
 
   writes_tokens = True
@@ -37,21 +40,22 @@ class ServedSpeaker:
   def __init__(self, task: client.Task, model: str):
     self._task, self._model = task, model
     self.calls: list[str] = []
+    self._images: list[str] = []  # data URLs of the images of the open row
 
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
-    """See `Speaker`; UserError if a prompt has images, RuntimeError if the server refused the call."""
+    """See `Speaker`; RuntimeError if the server refused the call."""
     if not log.live:
       return None
     (row,) = log.live
     prompt = log.prompts([row]).get(row)
     if prompt is None:
       return {}
-    if prompt.images:
-      raise UserError(f'{log.envs.specs[0].tag}: the policy reads no images')
     line, turn, tokenizer = log.timeline, len(log.past(row)), log.context.tokenizer
     if prompt.fresh:
       line.begin_row(row)
-    line.append_context(row, prompt.ids, turn)
+      self._images.clear()
+    line.append_context(row, prompt.ids, turn, prompt.images)
+    self._images += [f'data:image/png;base64,{_base64(span.segment.image)}' for span in prompt.images]
     call, ids = self._ask(line.tokens[row, : line.length[row]].tolist(), log.limits_of(row).max_response_tokens)
     line.append_reply(row, ids, turn)
     self.calls.append(call)
@@ -61,6 +65,7 @@ class ServedSpeaker:
   def _ask(self, prompt: list[int], max_tokens: int) -> tuple[str, list[int]]:
     """The id of a call, and the ids of its reply."""
     body = {'model': self._model, 'prompt': prompt, 'max_tokens': max_tokens, 'return_token_ids': True}
+    body |= {'images': [*self._images]} if self._images else {}
     deadline = time.monotonic() + self._task.timeout_s
     while True:
       status, answer = _post(f'{self._task.base_url}/completions', self._task.api_key, body, self._task.timeout_s)
@@ -106,6 +111,10 @@ class EnvironmentProgram:
     if episode.success:
       client.reward(0.0, call=speaker.calls[-1], name=SUCCESS, of=task)
     return 0.0
+
+
+def _base64(image: np.ndarray) -> str:
+  return base64.b64encode(encode_pixels(image)).decode()
 
 
 def _post(url: str, key: str, body: dict[str, Any], timeout_s: float) -> tuple[int, dict[str, Any]]:

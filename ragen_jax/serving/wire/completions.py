@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ragen_jax.agent.segments import ImageSegment
 from ragen_jax.serving.errors import bad_request, wrong_value
 from ragen_jax.serving.types import Piece
 from ragen_jax.serving.wire.body import Body
@@ -45,6 +46,7 @@ def read(body: Body, limits: RequestLimits) -> CallSpec:
     kind=Kind.COMPLETIONS,
     **common,
     prompts=prompts,
+    images=_images(body.items('images', limits.messages), prompts, limits),
     sampling=read_sampling(body, body.integer('max_tokens', 1, limits.context), read_stop(body)),
     n=read_n(body, limits, len(prompts)),
     include_usage=options.get('include_usage') is True,
@@ -79,6 +81,19 @@ def _ids(value: list[Any], at: str, limits: RequestLimits) -> tuple[int, ...]:
     if type(id_) is not int or not 0 <= id_ < limits.vocabulary:
       raise wrong_value(f'{at}[{i}]', id_, f'an id from 0 to {limits.vocabulary - 1}')
   return tuple(value)
+
+
+def _images(
+  urls: Sequence[Any], prompts: Sequence[str | tuple[int, ...]], limits: RequestLimits
+) -> tuple[ImageSegment, ...]:
+  if not urls:
+    return ()
+  read_image = limits.image_reader()
+  if read_image is None:
+    raise bad_request('images', 'images: must be empty; the policy reads no images', 'unsupported_content')
+  if len(prompts) > 1 or isinstance(prompts[0], str):
+    raise bad_request('images', 'images: must be empty unless prompt is one list of ids')
+  return tuple(read_image(url, f'images[{i}]') for i, url in enumerate(urls))
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ CHAT = (
 
 COMPLETIONS = (
   _honour('prompt', 'a text, a list of texts, a list of ids or a list of lists of ids'),
+  _honour('images', 'data URLs of the images whose placeholders the prompt has, which must be a list of ids'),
   *_COMMON,
   *_SAMPLES,
   _honour('max_tokens', 'maximum number of tokens of a reply'),

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from ragen_jax.agent.segments import ImageSegment
 from ragen_jax.serving.conversation.messages import Message, TemplateOptions, Tool
 from ragen_jax.serving.errors import bad_request, wrong_value
 from ragen_jax.serving.types import SamplingParams
@@ -79,6 +80,7 @@ class CallSpec:
     seed: replaces the key of the draws.
     messages: the conversation of chat and responses, without a message that is the beginning of the reply.
     prompts: the prompts of completions, texts or ids.
+    images: those of completions, whose placeholders the only prompt has, which is ids.
     parse_calls: whether tool calls in the reply are told from its content.
     parallel_tool_calls: whether the answer has more than the first call.
     n: number of replies to each prompt.
@@ -101,6 +103,7 @@ class CallSpec:
   sampling: AskedSampling
   messages: tuple[Message, ...] = ()
   prompts: tuple[str | tuple[int, ...], ...] = ()
+  images: tuple[ImageSegment, ...] = ()
   tools: tuple[Tool, ...] = ()
   parse_calls: bool = False
   parallel_tool_calls: bool = True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent import futures
+
 import jax
 import numpy as np
 import pytest
@@ -85,3 +88,36 @@ def test_digests_tell_shapes_and_pixels_apart():
   (image,) = _images(0)
   assert digest(image) == digest(image.copy()) == digest(np.asfortranarray(image))
   assert len({digest(x) for x in (image, image ^ 1, image.reshape(24, 16, 3))}) == 3
+
+
+def test_each_image_of_all_processes_is_sent_once(monkeypatch):
+  a, b, c, d = (image for seed in range(2) for image in (*_images(seed), *_images(seed, size=(8, 16))))
+  passed = [{b'a': a, b'b': b}, {}, {b'c': c, b'b': b.copy(), b'd': d}]
+  process, together, found = threading.local(), threading.Barrier(len(passed)), [None] * len(passed)
+
+  def gather(value):
+    found[process.index] = value
+    together.wait(10)
+    values = list(found)
+    together.wait(10)
+    return values
+
+  sent = []
+
+  def run(index):
+    process.index = index
+    return encoders._of_all_processes(passed[index]), found[index]
+
+  monkeypatch.setattr(encoders.processes, 'gather', gather)
+  monkeypatch.setattr(jax, 'process_index', lambda: process.index)
+  with futures.ThreadPoolExecutor(len(passed)) as threads:
+    results = list(threads.map(run, range(len(passed))))
+  for result, own in results:
+    assert list(result) == [b'a', b'b', b'c', b'd']
+    for image, expected in zip(result.values(), (a, b, c, d), strict=True):
+      np.testing.assert_array_equal(image, expected)
+    sent.append(len(own))
+  assert sent == [2, 0, 2]
+  passed = [{}] * 3
+  with futures.ThreadPoolExecutor(len(passed)) as threads:
+    assert [result for result, _ in threads.map(run, range(len(passed)))] == passed

@@ -11,7 +11,7 @@ import pytest
 
 from ragen_jax.agent.segments import ImageSegment, ImageSpan, join
 from ragen_jax.serving.conversation.chat_format import QwenFormat
-from ragen_jax.serving.conversation.messages import Message, Role, TemplateOptions
+from ragen_jax.serving.conversation.messages import Message, Role, TemplateOptions, images_of_messages
 from ragen_jax.serving.conversation.sessions import Session
 from ragen_jax.serving.types import PlacedImage, marked
 from tests.support.calls import PARAMS
@@ -69,7 +69,7 @@ def test_a_prompt_has_the_ids_of_a_template_whose_placeholders_are_repeated(tok,
     whole += (*tok.encode(part), *(tok.placeholder,) * columns)
   written = fmt.render(talk, (), OPEN)
   assert written == whole
-  spans = fmt.images(written, talk)
+  spans = fmt.images(written, images_of_messages(talk))
   assert [span.segment for span in spans] == [image(1), image(2, 3, 1), image(3)]
   for span in spans:
     assert set(written[span.start : span.stop]) == {tok.placeholder} and span.stop - span.start == span.segment.columns

@@ -148,6 +148,53 @@ def test_wrong_images(server, messages, code, told):
   assert e.value.code == code and e.value.body['message'].count('\n') == 0 and not server.engine.requests
 
 
+def _completes(server, task, prompt, numbers, **options):
+  body = {'images': [data_url(PICTURES[i]) for i in numbers]}
+  return server.client(task).completions.create(model='policy', prompt=prompt, extra_body=body, **options)
+
+
+def test_ids_with_their_images_are_one_row(server, engine, seeing):
+  task, pads = server.attempt(), [seeing.placeholder] * 6
+  first = [5, *pads, 6, *pads, 7]
+  _completes(server, task, first, [0, 1])
+  reply = list(server.calls(task)[0].generated.ids)
+  _completes(server, task, [*first, *reply, 8, *pads], [0, 1, 0])
+  # Another picture in the same columns begins another row.
+  _completes(server, task, [*first, *reply, 8], [0, 2])
+  _completes(server, task, [*first, *reply, 9], [0, 1])
+  assert [shown(r) for r in engine.requests] == [[0, 1], [0, 1, 0], [0, 2], [0, 1]]
+  assert [[(s.start, s.stop) for s in r.images] for r in engine.requests[:2]] == [
+    [(1, 7), (8, 14)],
+    [(1, 7), (8, 14), (16 + len(reply), 22 + len(reply))],
+  ]
+  assert [(c.row, c.new_row_cause, len(c.images)) for c in server.calls(task)] == [
+    (0, '', 2),
+    (0, '', 1),
+    (1, 'conversation', 2),
+    (2, 'fork', 2),
+  ]
+  t = rollout_of(server, task, seeing).trajectory
+  np.testing.assert_array_equal(t.image >= 0, t.tokens == seeing.placeholder)
+  _completes(server, None, first, [2, 2], n=2)
+  assert [shown(r) for r in engine.requests[4:]] == [[2, 2], [2, 2]]
+
+
+def test_ids_and_images_that_do_not_match(server, engine, seeing):
+  pads = [seeing.placeholder] * 6
+  for prompt, numbers, told in (
+    ([5, *pads], [0, 1], 'prompt: has 6 placeholders of images: must have the 12 of images'),
+    ([5, *pads, 6, *pads], [0], 'prompt: has 12 placeholders of images: must have the 6 of images'),
+    ([*pads[:3], 5, *pads[3:]], [0], r'prompt: the 6 placeholders of images\[0\] are not adjacent'),
+    ([*pads, *pads[:4], 5, *pads[4:]], [0, 1], r'prompt: the 6 placeholders of images\[1\] are not adjacent'),
+    ('Look', [0], 'images: must be empty unless prompt is one list of ids'),
+    ([[5, *pads], [6]], [0], 'images: must be empty unless prompt is one list of ids'),
+    ([5, *pads * 5], [0] * 5, r'images\[4\]: is image 5 of the request: must have at most 4'),
+  ):
+    with pytest.raises(openai.BadRequestError, match=told):
+      _completes(server, server.attempt(), prompt, numbers)
+  assert not engine.requests
+
+
 def test_ids_of_images_are_no_prompt(server, seeing):
   with pytest.raises(openai.BadRequestError, match='stands for an image'):
     server.client(server.attempt()).completions.create(model='policy', prompt=[5, seeing.placeholder])
@@ -160,6 +207,7 @@ def test_a_policy_without_a_tower_refuses_images_in_one_line(tmp_path, engine):
       lambda c: c.responses.create(
         model='policy', input=[{'role': 'user', 'content': [{'type': 'input_image', 'image_url': 'data:'}]}]
       ),
+      lambda c: c.completions.create(model='policy', prompt=[5], extra_body={'images': ['data:']}),
     ):
       with pytest.raises(openai.BadRequestError, match='the policy reads no images') as e:
         ask(server.client(server.attempt()))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import types
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from ragen_jax import build, build_agents
 from ragen_jax import envs as registry
@@ -57,13 +61,13 @@ def program(tokenizer):
   return make_program(tokenizer)
 
 
-def make_program(tokenizer, **fields):
+def make_program(tokenizer, game=f'{text_games.GAMES}:Climb', options=None, processor=None, **fields):
   def make(mode):
     made.append(mode)
     config = small_config(agent__max_context=512, agent__max_response_tokens=32, **fields)
-    env = registry.make('python', {'class_path': f'{text_games.GAMES}:Climb', 'workers': 0})
+    env = registry.make('python', {'class_path': game, 'workers': 0} | (options or {}))
     specs = [EnvSpec('Climb', env, Budget(20, 20, 1), 25, 1)]
-    envs = build_agents.EnvStateManager(specs, 1).fresh_copy()
+    envs = build_agents.EnvStateManager(specs, 1, processor=processor).fresh_copy()
     limits = build.episode_limits(config, specs)
     return build_agents.AgentProxy(envs, build.context_manager(config, tokenizer, specs), limits)
 
@@ -131,3 +135,20 @@ def test_a_context_of_single_turns_has_a_row_for_each_turn(monkeypatch, tokenize
 
 def test_a_speaker_says_nothing_for_an_episode_that_is_over():
   assert ServedSpeaker(_task(), 'policy').reply(types.SimpleNamespace(live=[])) is None
+
+
+@pytest.mark.parametrize('whole', [True, False], ids=['whole rows', 'single turns'])
+def test_calls_have_the_images_of_their_row(monkeypatch, whole):
+  tokenizer = ChatTokenizer(presets.resolve(presets.TINY_VL, ''), images=True)
+  wait, toggle = (UP.replace('Up', action) for action in ('Wait', 'Toggle'))
+  server = Answers(monkeypatch, tokenizer, wait, 503, toggle, toggle)
+  fields = {} if whole else {'agent__context': 'single_turn', 'agent__context_turns': 1}
+  processor, options = presets.processor(presets.TINY_VL, ''), {'images': 1, 'image_size': (4, 6)}
+  make_program(tokenizer, 'tests.envs.outside.test_images:Lamp', options, processor, **fields).play(_task())
+  shown = []
+  for body in server.asked:
+    found = [np.asarray(Image.open(io.BytesIO(base64.b64decode(x.partition(',')[2])))) for x in body['images']]
+    assert body['prompt'].count(tokenizer.placeholder) == sum(x.size // 3 // processor.factor**2 for x in found)
+    shown.append([int(x.max()) for x in found])
+  # The second call is repeated, because the server was busy.
+  assert shown == ([[0], [0, 0], [0, 0], [0, 0, 100]] if whole else [[0], [0], [0], [100]])

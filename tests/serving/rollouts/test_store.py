@@ -350,7 +350,8 @@ def test_a_store_of_another_version_is_refused(tmp_path, monkeypatch):
   path = tmp_path / 'a'
   Store(path).close()
   monkeypatch.setattr(schema, 'VERSION', schema.VERSION + 1)
-  _refused(path, f'has version {schema.VERSION - 1}; allowed: {schema.VERSION};')
+  told = f'has version {schema.VERSION - 1}; allowed: {schema.VERSION}; move it away or choose another --workdir$'
+  _refused(path, told)
 
 
 def test_an_empty_file_becomes_a_store(tmp_path):

@@ -10,7 +10,9 @@ from ragen_jax.serving.errors import ApiError
 from ragen_jax.serving.wire import chat, completions, fields, responses
 from ragen_jax.serving.wire.body import Body
 from ragen_jax.serving.wire.fields import Treatment
-from tests.support.wire import TOOL, limits
+from tests.support.images import data_url
+from tests.support.vision import image_of
+from tests.support.wire import IMAGES, TOOL, limits
 
 LEAST = {
   'chat': (fields.CHAT, chat.read, {'model': 'policy', 'messages': [{'role': 'user', 'content': 'hi'}]}),
@@ -60,6 +62,7 @@ def test_ignored_and_unknown_fields_change_nothing(endpoint):
 _CHANGES = {
   'messages': [{'role': 'user', 'content': 'x'}],
   'prompt': [1, 2],
+  'images': [data_url(image_of(16, 16))],
   'input': 'x',
   'instructions': 'x',
   'model': 'policy:writer',
@@ -91,8 +94,9 @@ _CHANGES = {
   'echo': True,
 }
 _NEEDED = {
-  'continue_final_message': {'messages': [{'role': 'assistant', 'content': 'x'}]},
-  'top_logprobs': {'logprobs': True},
+  ('chat', 'continue_final_message'): {'messages': [{'role': 'assistant', 'content': 'x'}]},
+  ('chat', 'top_logprobs'): {'logprobs': True},
+  ('completions', 'images'): {'prompt': [1]},
 }
 
 
@@ -103,9 +107,9 @@ def test_honoured_fields_have_an_effect(endpoint):
     if field.treatment in (Treatment.HONOUR, Treatment.LENIENT):
       value = _CHANGES[field.name]
       value = True if (endpoint, field.name) == ('chat', 'logprobs') else value
-      before = least | (_NEEDED.get(field.name, {}) if endpoint == 'chat' else {})
-      changed = read(Body(before | {field.name: value}, table), limits())
-      assert changed != read(Body(before, table), limits()), field.name
+      before = least | _NEEDED.get((endpoint, field.name), {})
+      changed = read(Body(before | {field.name: value}, table), limits(images=IMAGES))
+      assert changed != read(Body(before, table), limits(images=IMAGES)), field.name
 
 
 @each_endpoint

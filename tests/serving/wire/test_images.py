@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import re
 
 import numpy as np
 import pytest
@@ -89,11 +90,25 @@ def test_what_is_no_picture_is_refused_in_one_line(url, told):
 
 
 def test_a_picture_with_too_many_pixels_is_not_decompressed(monkeypatch):
-  url = data_url(np.zeros((300, 200, 3), np.uint8))
-  monkeypatch.setattr(images, 'MOST_PIXELS', 300 * 200 - 1)
+  url = data_url(np.zeros((4096, 4096, 3), np.uint8), 'WEBP', lossless=True)
+  small = data_url(np.zeros((300, 200, 3), np.uint8))
+  assert len(url) < 2000
   monkeypatch.setattr(Image.Image, 'load', lambda self: pytest.fail('it was decompressed'))
-  with pytest.raises(ApiError, match=r'200x300 pixels: must have at most 59999$'):
+  told = 'the picture has 4096x4096 pixels: must have at most 8388608 in all'
+  with pytest.raises(ApiError, match=f'^{re.escape(AT)}: {told}$'):
     _read(url)
+  monkeypatch.setattr(images, 'MOST_PIXELS', 300 * 200 - 1)
+  with pytest.raises(ApiError, match=r'200x300 pixels: must have at most 59999 in all$'):
+    _read(small)
+
+
+def test_a_picture_may_have_as_many_pixels_as_the_model_reads(monkeypatch):
+  monkeypatch.setattr(images, 'MOST_PIXELS', 1000)
+  pixels = image_of(64, 64)  # as many as 64 tokens have
+  np.testing.assert_array_equal(_read(data_url(pixels)).image, pixels)
+  for limits, most in ((IMAGES, 4096), (dataclasses.replace(IMAGES, tokens=10**6), 65536)):
+    with pytest.raises(ApiError, match=f'must have at most {most} in all$'):
+      _read(data_url(image_of(8, most // 8 + 1)), limits)
 
 
 def test_a_request_has_so_many_images():
