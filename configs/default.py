@@ -43,6 +43,10 @@ def get_config(model: str = '') -> ConfigDict:
   # Dtype of the frozen weights with LoRA, and of vision towers: 'float32' or 'bfloat16'. Other trained weights are
   # float32.
   config.model.param_dtype = 'float32'
+  # Matrices of the decoder's layers: 'float' (in the types above), or 'int8' (8 bits, with a scale for each output):
+  # with LoRA the frozen ones, which the sampler and the update read; without LoRA the sampler's copy, made after each
+  # update, which needs algorithm.old_logprobs='trainer'. See docs/models.md for what this costs.
+  config.model.weights = 'float'
   # What the backward pass computes again to save memory: False (nothing), 'elementwise' (all but products with weights
   # and attention), 'attention' (all but attention), True (whole layers, which needs the least memory) or 'auto' (for
   # each shape of batches the fastest that fits: of models less than 1,536 wide 'attention', of others 'elementwise'; if

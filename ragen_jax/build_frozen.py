@@ -81,7 +81,8 @@ def _model(config: ConfigDict, name: str) -> FrozenModel:
         f'serve.frozen: {name!r}: a model from scratch has its own tokenizer; name the written model, '
         f'{run["sft.output"]}'
       )
-    weights = {field: run[field] for field in (*fields_of('weights'), 'model.param_dtype') if field in run}
+    named = (*fields_of('weights'), 'model.param_dtype', 'model.weights')
+    weights = {field: run[field] for field in named if field in run}
     own.update_from_flattened_dict(weights)
     return FrozenModel(own, workdir, step)
   preset = name in presets.names()

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.distributed.sharding import place, row_sharding, trained_spec, weight_spec
-from ragen_jax.models import lora, presets
+from ragen_jax.models import int8, lora, presets
 from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.checkpoint import peft
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
@@ -31,6 +31,8 @@ from ragen_jax.utils.errors import UserError
 
 # Values of `config.model.vision`.
 VISION = ('frozen', 'trained')
+# Values of `config.model.weights`.
+WEIGHTS = (FLOAT, INT8) = 'float', 'int8'
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +68,8 @@ class LanguageModel:
     if self.model.critic is not None:
       count += f', {_count(params["critic"])} of the critic'
     devices = f'{jax.device_count()} device{"s" * (jax.device_count() > 1)} ({jax.devices()[0].device_kind})'
-    return f'{count}, {jnp.dtype(self.model.policy.dtype).name}, {devices}'
+    of_layers = ', matrices of layers in int8' if self.model.policy.int8 else ''
+    return f'{count}, {jnp.dtype(self.model.policy.dtype).name}{of_layers}, {devices}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +89,7 @@ class ModelSettings:
   path: str
   param_dtype: str
   separate_critic: bool
+  weights: str
   vision: str
   attention: str
   dtype: Any
@@ -216,15 +220,17 @@ def _load_trunk(
   *,
   trunk_only: bool = False,
 ) -> Qwen:
-  cfg = read_config(directory)
+  cfg, frozen = read_config(directory), settings.adapters is not None and not trunk_only
   qwen = load_model(
     directory,
     dtype=settings.dtype,
     param_dtype=param_dtype,
     attention=choose_attention(settings.attention, cfg, settings.dtype, mesh),
     trunk_only=trunk_only,
-    sharding_fn=weight_shardings(cfg, mesh, frozen=settings.adapters is not None and not trunk_only).__getitem__,
+    sharding_fn=weight_shardings(cfg, mesh, frozen=frozen).__getitem__,
+    in_int8=frozen and settings.weights == INT8,
   )
+  qwen.int8 = settings.weights == INT8 and not trunk_only
   if tokenizer.size > qwen.cfg.vocab_size:
     raise UserError(
       f'model.path={directory}: the tokenizer has {tokenizer.size} tokens, the model only {qwen.cfg.vocab_size}'
@@ -237,5 +243,5 @@ def _load_trunk(
 
 
 def _count(params: Any) -> str:
-  size = sum(x.size for x in jax.tree.leaves(params))
+  size = sum(x.size for x in int8.leaves(params))
   return f'{size / 1e6:.0f}M' if size >= 1e6 else f'{size / 1e3:.0f}k'

@@ -13,7 +13,7 @@ import jax
 from ml_collections import ConfigDict
 
 from ragen_jax import build
-from ragen_jax.agent.language_model import VISION, check_vision, weight_shardings
+from ragen_jax.agent.language_model import FLOAT, VISION, WEIGHTS, check_vision, weight_shardings
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.build_environments import check_needs
 from ragen_jax.config import limits, rules
@@ -82,6 +82,12 @@ def check_config(
   allowed = any(remat is x or (isinstance(x, str) and remat == x) for x in (batch_sizes.AUTO, *batch_sizes.REMAT_OF))
   rules.check(config, 'model.remat', allowed, 'allowed: auto, False, elementwise, attention, True')
   rules.one_of(config, 'model.vision', VISION)
+  rules.one_of(config, 'model.weights', WEIGHTS)
+  rules.check(
+    config, 'model.weights',
+    config.model.weights == FLOAT or config.lora.rank > 0 or config.algorithm.old_logprobs == 'trainer',
+    "without LoRA it needs algorithm.old_logprobs='trainer', because the sampler then has other weights",
+  )  # fmt: skip
   _check_adapters(config)
   check_algorithm(config)
   if model and config.algorithm.replay_experts:

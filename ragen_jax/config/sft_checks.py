@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.image_observations import shows_images
+from ragen_jax.agent.language_model import FLOAT
 from ragen_jax.agent.world_model.formats import FORMATS
 from ragen_jax.build_environments import check_needs
 from ragen_jax.config import rules, shipped
@@ -30,6 +31,12 @@ def check_sft(config: ConfigDict) -> None:
     'must be False with --mode=sft, which trains the policy and the value head on its trunk; a separate critic can '
     'start from both later',
   )  # fmt: skip
+  rules.check(
+    config,
+    'model.weights',
+    config.model.weights == FLOAT,
+    f'must be {FLOAT!r} with --mode=sft, which exports the model',
+  )
   _check_ranges(config)
   rules.path(config, 'sft.output', empty=False)
   rules.path(config, 'sft.data')

@@ -58,13 +58,21 @@ RULES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 )
 
 
+# What follows the path of a kernel in 8 bits in that of its scales, which have its shape, but length 1 along inputs
+# (`models.int8`).
+SCALE = '/scale'
+
+
 def weight_spec(path: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
   """The layout of one weight, whose path is joined by '/', on a mesh with the axes `mesh.AXES`.
 
   Raises UserError if a mesh axis does not divide a dimension; the message lists smaller sizes that do.
   """
+  scales = path.endswith(f'/kernel{SCALE}')
   for pattern, axes in RULES:
-    if re.search(pattern, path) and len(axes) == len(shape):
+    if re.search(pattern, path.removesuffix(SCALE) if scales else path) and len(axes) == len(shape):
+      if scales:
+        axes = tuple(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True))
       for size, axis in zip(shape, axes, strict=True):
         if axis is not None and size % mesh.shape[axis]:
           fits = [n for n in range(1, mesh.shape[axis] + 1) if size % n == 0]

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ragen_jax.distributed.sharding import SamplingLayout
 from ragen_jax.models.attention import KEPT
 from ragen_jax.models.grouped_product import grouped_product
+from ragen_jax.models.int8 import Int8
 from ragen_jax.models.layers import FUSE_BELOW_WIDTH, Projection, fan_in_normal, project
 
 # The activations of MLPs, by the names of Hugging Face.
@@ -82,6 +83,11 @@ class ExpertProjection(nnx.Module):
   def __init__(self, count: int, inputs: int, outputs: int, *, param_dtype: Any, rngs: nnx.Rngs):
     self.kernel = nnx.Param(fan_in_normal(rngs.params(), (count, inputs, outputs), inputs, param_dtype))
 
+  def computed(self, dtype: Any) -> jax.Array | Int8:
+    """The kernel in the type of computations; an `Int8` as it is."""
+    kernel = self.kernel.get_value()
+    return kernel if isinstance(kernel, Int8) else kernel.astype(dtype)
+
 
 class Experts(nnx.Module):
   """The weights of the experts of one layer."""
@@ -125,8 +131,7 @@ class MixtureOfExperts(nnx.Module):
     if shared:
       x = self.sampling.gathered(x)
     own, chosen, weights = self._route(x, given)
-    kernels = [p.kernel[...].astype(x.dtype) for p in (self.experts.gate_proj, self.experts.up_proj)]
-    kernels.append(self.experts.down_proj.kernel[...].astype(x.dtype))
+    kernels = [p.computed(x.dtype) for p in (self.experts.gate_proj, self.experts.up_proj, self.experts.down_proj)]
     if rows is None:
       y = _of_experts(x, chosen, weights, *kernels)
     else:
@@ -134,7 +139,7 @@ class MixtureOfExperts(nnx.Module):
       by_row = PartitionSpec('data') if shared else rows.spec
       y = jax.shard_map(
         lambda x, chosen, weights, *own: jax.lax.psum(
-          _of_experts(x, chosen, weights, *own, first=jax.lax.axis_index(axes) * len(own[0])), axes
+          _of_experts(x, chosen, weights, *own, first=jax.lax.axis_index(axes) * _count(own[0])), axes
         ),
         mesh=rows.mesh, in_specs=(*[by_row] * 3, *[PartitionSpec(axes)] * 3), out_specs=by_row, check_vma=False,
       )(x, chosen, weights, *kernels)  # fmt: skip
@@ -162,9 +167,9 @@ def _of_experts(
   x: jax.Array,
   chosen: jax.Array,
   weights: jax.Array,
-  gate: jax.Array,
-  up: jax.Array,
-  down: jax.Array,
+  gate: jax.Array | Int8,
+  up: jax.Array | Int8,
+  down: jax.Array | Int8,
   first: jax.Array | int | None = None,
 ) -> jax.Array:
   """What some experts add to each column: [B, T, D] -> [B, T, D].
@@ -172,21 +177,31 @@ def _of_experts(
   `chosen` i32[B, T, k] are numbers of experts, and `first` is that of the first expert of the kernels [E, D, F],
   [E, D, F] and [E, F, D]; None if they are all experts.
   """
-  shape, count, k = x.shape, len(gate), chosen.shape[-1]
+  shape, count, k = x.shape, _count(gate), chosen.shape[-1]
   x, expert = x.reshape(-1, shape[-1]), chosen.reshape(-1)
   if first is not None:
     expert = jnp.where((expert >= first) & (expert < first + count), expert - first, count)
   order = jnp.argsort(expert)
   sizes = jnp.bincount(expert, length=count).astype(jnp.int32)
-  own = (jnp.take(expert, order, mode='clip') < count)[:, None]
+  expert = jnp.take(expert, order, mode='clip')
+  own = (expert < count)[:, None]
 
   def ours(rows):
     return rows if first is None else jnp.where(own, rows, 0)
 
+  def product(rows, kernel):
+    if not isinstance(kernel, Int8):
+      return ours(grouped_product(rows, kernel, sizes))
+    scale = jnp.take(kernel.scale[:, 0], expert, axis=0, mode='clip')
+    return ours((grouped_product(rows, kernel.value, sizes) * scale).astype(rows.dtype))
+
   rows = ours(jnp.take(x, order // k, axis=0, mode='clip'))
-  hidden = jax.nn.silu(ours(grouped_product(rows, gate, sizes))) * ours(grouped_product(rows, up, sizes))
-  out = ours(grouped_product(hidden, down, sizes))
+  out = product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
   # Back in the order of the columns, so that each sum has the same order in any batch.
   out = jnp.take(out, jnp.argsort(order), axis=0, mode='clip').reshape(-1, k, shape[-1])
   y = jnp.einsum('MkD,Mk->MD', out, weights.reshape(-1, k), preferred_element_type=jnp.float32)
   return y.astype(x.dtype).reshape(shape)
+
+
+def _count(kernel: jax.Array | Int8) -> int:
+  return len(kernel.value if isinstance(kernel, Int8) else kernel)

@@ -34,28 +34,33 @@ def grouped_product(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.A
 
   Args:
     x: [M, K].
-    kernels: [E, K, N], of the same type.
+    kernels: [E, K, N], of the same type; or int8, which has no gradient.
     sizes: i32[E], with a sum of at most M.
 
   Returns:
-    [M, N], of the same type.
+    [M, N], of the type of x.
   """
   return checkpoint_name(_product(x, kernels, sizes), GROUPED)
 
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-  others = jax.lax.ragged_dot if len(x) <= _FEW_ROWS else in_tiles
-  return jax.lax.platform_dependent(x, kernels, sizes, cpu=in_tiles, tpu=jax.lax.ragged_dot, default=others)
+  def ragged_dot(x, kernels, sizes):
+    return jax.lax.ragged_dot(x, kernels.astype(x.dtype), sizes)
+
+  others = ragged_dot if len(x) <= _FEW_ROWS else in_tiles
+  return jax.lax.platform_dependent(x, kernels, sizes, cpu=in_tiles, tpu=ragged_dot, default=others)
 
 
 def _forward(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
   return _product(x, kernels, sizes), (x, kernels, sizes)
 
 
-def _backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
   x, kernels, sizes = saved
   of_x = _with_transposed(gradient, kernels, sizes)
+  if kernels.dtype == jnp.int8:
+    return of_x, None, None
   return of_x, gradient_of_kernels(x, kernels, sizes, gradient), None
 
 
@@ -64,7 +69,7 @@ def _with_transposed(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.
   tiles = functools.partial(in_tiles, transposed=True)
 
   def ragged_dot(x, kernels, sizes):
-    return jax.lax.ragged_dot(x, jnp.swapaxes(kernels, 1, 2), sizes)
+    return jax.lax.ragged_dot(x, jnp.swapaxes(kernels.astype(x.dtype), 1, 2), sizes)
 
   others = ragged_dot if len(x) <= _FEW_ROWS else tiles
   return jax.lax.platform_dependent(x, kernels, sizes, cpu=tiles, tpu=ragged_dot, default=others)
@@ -81,7 +86,8 @@ def in_tiles(x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, transposed: 
   inputs = 1 if transposed else 0
 
   def multiply(out, group, first, own):
-    tile = jax.lax.dot_general(_cut(x, first, len(own)), kernels[group], (((1,), (inputs,)), ((), ())))
+    kernel = kernels[group].astype(x.dtype)
+    tile = jax.lax.dot_general(_cut(x, first, len(own)), kernel, (((1,), (inputs,)), ((), ())))
     return _put(out, jnp.where(own[:, None], tile, _cut(out, first, len(own))), first)
 
   return _for_tiles(sizes, len(x), multiply, jnp.zeros((len(x), kernels.shape[2 - inputs]), x.dtype))

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from ragen_jax.distributed.sharding import exchanged, gathered
+from ragen_jax.distributed.sharding import SCALE, exchanged, gathered, path_of
+from ragen_jax.models.int8 import Int8
 
-# Parts of the names of weights that are used in fp32: norms, and the decays of linear attention.
-_KEEP_TYPE = ('norm', 'A_log', 'dt_bias')
+# Parts of the paths of weights that are used in fp32: norms, the decays of linear attention, and scales of `Int8`.
+_KEEP_TYPE = ('norm', 'A_log', 'dt_bias', f'kernel{SCALE}')
 
 # Below this width, the q/k/v and the gate/up projections of a layer run as one matrix product each: small products are
 # bound by launch overhead. For wide models, joining the kernels would only copy weights.
@@ -88,7 +89,8 @@ class Projection(nnx.Module):
     batch = x.shape[: x.ndim - len(self.inputs)]
     # Compilers choose the layout of rows and columns if they are two axes. With one column a row, one axis is better.
     x = x.reshape(*(batch if math.prod(batch[1:]) > 1 else (-1,)), math.prod(self.inputs))
-    y = x @ self.matrix(x.dtype)
+    kernel = self.kernel.get_value()
+    y = kernel(x) if isinstance(kernel, Int8) else x @ self.matrix(x.dtype)
     if self.bias is not None:
       y = y + self.vector(x.dtype)
     if self.adapter is not None:
@@ -98,7 +100,7 @@ class Projection(nnx.Module):
 
 def project(x: jax.Array, projections: list[Projection], *, fused: bool) -> list[jax.Array]:
   """Several projections of one input: [..., D] -> [..., *outputs] for each; as a single matrix product if `fused`."""
-  if not fused:
+  if not fused or any(isinstance(p.kernel.get_value(), Int8) for p in projections):
     return [projection(x) for projection in projections]
   kernel = jnp.concatenate([p.matrix(x.dtype) for p in projections], axis=1)
   batch, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
@@ -129,7 +131,7 @@ def scan_layers(
   """`x, outputs[i] = run(layer, x, inputs[i])` for each layer i, as one loop over their weights; gives x, outputs.
 
   The weights are stored layer by layer and stacked here, in the type of the computations, which is half the copy. Those
-  of `_KEEP_TYPE` stay as they are: they are used in fp32. `x` has the type of the computations, too.
+  of `_KEEP_TYPE`, which are used in fp32, and int8 stay as they are. `x` has the type of the computations, too.
 
   Args:
     run: a layer, x and its part of `inputs` -> x after it, of the same shape and type, and a tree of arrays.
@@ -142,7 +144,7 @@ def scan_layers(
   """
 
   def stack(path, *weights):
-    keep = any(name in str(getattr(p, 'key', '')) for p in path for name in _KEEP_TYPE)
+    keep = weights[0].dtype == jnp.int8 or any(name in path_of(path) for name in _KEEP_TYPE)
     return jnp.stack([w if keep else w.astype(x.dtype) for w in weights])
 
   period, first, graphdefs, stacks = sum(runs), 0, [], []

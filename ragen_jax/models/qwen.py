@@ -417,6 +417,7 @@ class Qwen(nnx.Module):
     # weights, and every device would compute all rows.
     self.activation_sharding: jax.sharding.NamedSharding | None = None
     self.sampling: SamplingLayout | None = None  # see `sample_on`
+    self.int8 = False  # whether tokens are sampled with matrices in 8 bits, see `models.int8`
     self.embed_tokens = nnx.Param(
       fan_in_normal(rngs.params(), (cfg.vocab_size, cfg.hidden_size), cfg.hidden_size, param_dtype)
     )

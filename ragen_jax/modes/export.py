@@ -11,6 +11,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from ragen_jax import build
+from ragen_jax.agent.language_model import FLOAT
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.config.checks import check_config
 from ragen_jax.models import presets
@@ -56,7 +57,9 @@ def _export(config: ConfigDict, workdir: str | StagedWorkdir) -> str:
         f'--workdir={workdir}: a warm start from scratch has its own tokenizer; its model is in '
         f'sft.output={config.sft.output!r}'
       )
-    policy = build.load_policy(config)
+    exact = config.copy_and_resolve_references()
+    exact.model.weights = FLOAT  # what is written belongs to the published base
+    policy = build.load_policy(exact)
     params = restore_params(checkpointer, policy.model, policy.mesh, step)
   nnx.update(policy.model, params)
   has_head = any(has_value_head(directory) for directory in (policy.directory, config.lora.path))

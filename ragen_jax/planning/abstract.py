@@ -14,11 +14,11 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build, build_agents
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.language_model import LanguageModel, has_policys_tower, make_sampler, param_state
+from ragen_jax.agent.language_model import INT8, LanguageModel, has_policys_tower, make_sampler, param_state
 from ragen_jax.agent.sampler_speaker import fed_image_tokens
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards
-from ragen_jax.models import lora, presets
+from ragen_jax.models import int8, lora, presets
 from ragen_jax.models.attention import EINSUM
 from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.checkpoint.config import trunk_config
@@ -61,6 +61,9 @@ def abstract_policy(config: ConfigDict, dtype: Any, devices: Sequence[Any] | Non
     policy = Qwen(shape, param_dtype=jnp.dtype(config.model.param_dtype), **common)
     if adapters is not None:
       lora.attach(policy, adapters, rngs)
+    policy.int8 = config.model.weights == INT8
+    if policy.int8 and adapters is not None:
+      int8.quantise(policy)
     critic = Qwen(trunk_config(shape), **common) if config.model.separate_critic else None
     for model in filter(None, (policy, critic)):
       if model.visual is not None and config.model.vision == 'frozen':  # as in `language_model.load`
@@ -242,7 +245,7 @@ def sampler_plan(config: ConfigDict, policy: LanguageModel, state: TrainState, k
   needed = 2 * bytes_per_device(sampler.abstract_weights({'policy': state.params['policy']}))
   gathered = mesh.shape['fsdp'] == 1 or sampler.decode_shards > 1 or needed <= limit - kept
   params = sampler.abstract_weights(state.params, gathered)
-  leaves = jax.tree.leaves(params)
+  leaves = int8.leaves(params)
   copied = bytes_per_device([leaves[i] for i in changed_weights(state.params, params)])
   shards = row_shards(mesh)
   row = capacity.bytes_per_row(

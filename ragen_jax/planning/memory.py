@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.distributed.sharding import row_shards
+from ragen_jax.models import int8
 from ragen_jax.planning.abstract import (
   SamplerPlan,
   abstract_batch,
@@ -149,7 +150,7 @@ def estimate(config: ConfigDict, compiled: dict[Any, int]) -> MemoryPlan:
       own = sampling.rows[phase]
       fed = sampler_shapes(config, own, shards).fed * prompt_columns(config)
       phases[phase]['recorded experts'] = max(own // shards * chunk_columns(config), fed) * column
-  found = MemoryPlan(phases, limit, sum(x.size for x in jax.tree.leaves(params)), rows, columns, micro)
+  found = MemoryPlan(phases, limit, sum(x.size for x in int8.leaves(params)), rows, columns, micro)
   for phase, kinds in phases.items():
     # A phase that does not fit without its activations is not compiled.
     if found.total(phase) <= limit:

@@ -50,6 +50,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     ),
   },
   'training': {
+    'model': ('weights',),
     'train': (
       'tags', 'groups', 'tag_groups', 'group_size', 'online_k', 'first_level', 'temperature', 'top_p', 'top_k',
     ),
@@ -145,8 +146,8 @@ REPLACED = {'agent.think': "it is agent.format now, 'free_think' for True and 'n
 # Field, or pattern of fields -> the value by which versions without this field acted.
 BEFORE = {
   'envs.*.max_response_tokens': 0, 'envs.*.max_observation_tokens': 0, 'envs.*.request': '',
-  'model.vision': 'frozen', 'envs.*.tile': 0, 'envs.*.observation': 'text', 'reward.format_reward': 0.0,
-  'reward.state_reward': 0.0, 'reward.state_floor': 0.5, 'reward.state_place': 'turn',
+  'model.weights': 'float', 'model.vision': 'frozen', 'envs.*.tile': 0, 'envs.*.observation': 'text',
+  'reward.format_reward': 0.0, 'reward.state_reward': 0.0, 'reward.state_floor': 0.5, 'reward.state_place': 'turn',
   'envs.*.fields.difficulty': '', 'curriculum.order': '', 'curriculum.iterations': 0, 'curriculum.window': 0.25,
   'curriculum.target': 0.5, 'curriculum.width': 0.5, 'curriculum.explore': 0.25, 'curriculum.ema_decay': 0.5,
   'algorithm.policy_loss': 'ppo', 'algorithm.tau_pos': 1.0, 'algorithm.tau_neg': 1.05, 'algorithm.dro_beta': 0.05,

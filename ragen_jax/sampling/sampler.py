@@ -12,12 +12,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import (
+  SCALE,
   SamplingLayout,
   path_of,
   sampling_mesh,
   sampling_spec,
   without_axis,
 )
+from ragen_jax.models import int8
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.features import ImageColumns
@@ -144,7 +146,8 @@ class Sampler:
   def decode_weights(self, params: Any, gathered: bool | None = None) -> Any:
     """The weights as the sampler's programs compute with them, made once for a rollout.
 
-    The matrices of the policy are cast to the type of computations, so that no program casts them again. Weights are
+    The matrices of the policy are cast to the type of computations, so that no program casts them again, or those of
+    its layers to 8 bits, if the policy says so. Weights are
     gathered over the mesh axis `data`, and matrices over `fsdp` too, so that no decoded token waits for their exchange.
     Weights that are so already are not copied. `gathered` None gathers over `fsdp` if the matrices then take at most
     half of the memory that is free now; every process must call.
@@ -154,16 +157,15 @@ class Sampler:
     cast, changed = self.weights_cast(params, gathered)
     if not changed:
       return params
-    found, (leaves, tree) = cast(changed), jax.tree.flatten(params)
-    return jax.tree.unflatten(tree, [found.get(i, x) for i, x in enumerate(leaves)])
+    return int8.replaced(params, cast(changed))
 
   def weights_cast(self, params: Any, gathered: bool) -> tuple[Any, dict[int, Any]]:
     """The program of `decode_weights`, and the weights that it changes by their indices; they may be abstract."""
-    leaves, wanted = jax.tree.leaves(params), self.abstract_weights(params, gathered)
-    changed, layouts = changed_weights(params, wanted), jax.tree.leaves(wanted)
+    leaves, wanted = int8.leaves(params), self.abstract_weights(params, gathered)
+    changed, layouts = changed_weights(params, wanted), int8.leaves(wanted)
     cast = jax.jit(
-      lambda own: {i: x.astype(layouts[i].dtype) for i, x in own.items()},
-      out_shardings={i: layouts[i].sharding for i in changed},
+      lambda own: {i: int8.like(x, layouts[i]) for i, x in own.items()},
+      out_shardings={i: jax.tree.map(lambda x: x.sharding, layouts[i]) for i in changed},
     )
     return self._casts.setdefault((gathered, changed), cast), {i: leaves[i] for i in changed}
 
@@ -189,9 +191,10 @@ class Sampler:
         sharding = NamedSharding(self.mesh, sampling_spec(name, x.shape, self.mesh))
       elif gathered and isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, without_axis(sharding.spec, 'fsdp'))
-      return jax.ShapeDtypeStruct(x.shape, self.policy.dtype, sharding=sharding)
+      kept = x.dtype == jnp.int8 or name.endswith(SCALE)
+      return jax.ShapeDtypeStruct(x.shape, x.dtype if kept else self.policy.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(of, params)
+    return jax.tree_util.tree_map_with_path(of, int8.abstract(params) if self.policy.int8 else params)
 
   def resize(self, state: SamplerState, size: int) -> SamplerState:
     """Adds columns to the cache, up to `size`.
@@ -324,8 +327,16 @@ def _columns(state: SamplerState) -> int:
 
 
 def changed_weights(params: Any, wanted: Any) -> tuple[int, ...]:
-  """Indices of the weights whose type or layout is not as wanted; see `Sampler.abstract_weights`."""
-  pairs = zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True)
-  return tuple(
-    i for i, (x, to) in enumerate(pairs) if x.dtype != to.dtype or not x.sharding.is_equivalent_to(to.sharding, x.ndim)
-  )
+  """Indices of the weights, as `int8.leaves` has them, whose type or layout is not as wanted.
+
+  `wanted` is that of `Sampler.abstract_weights`.
+  """
+
+  def differs(x: Any, to: Any) -> bool:
+    x, to = jax.tree.leaves(x), jax.tree.leaves(to)
+    return len(x) != len(to) or any(
+      a.dtype != b.dtype or not a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in zip(x, to, strict=True)
+    )
+
+  pairs = zip(int8.leaves(params), int8.leaves(wanted), strict=True)
+  return tuple(i for i, (x, to) in enumerate(pairs) if differs(x, to))

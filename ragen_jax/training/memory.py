@@ -192,6 +192,8 @@ def update_memory(
 
   With images, a trunk also holds what `_tower` counts for each column.
 
+  Frozen matrices in 8 bits need P instead of P a, and those of one layer are held as computed with, too.
+
   Weights are divided over `fsdp` and `tensor`, and those that are trained, with gradients and moments, over `data` as
   well; heads, MLP and vocabulary of activations over `tensor`; with `fsdp` two layers are gathered at a time, and the
   gradient of the head is whole on each device. The numbers of arrays (6, 4, 6, 3, 4) bound from above what compilers
@@ -223,6 +225,8 @@ def update_memory(
       stacked += _bytes(trained[name]['layers'], mesh, size, optimizer_shardings)
       if platform == 'tpu':
         layers += _bytes(trained[name]['layers'], mesh, size + 4, optimizer_shardings)
+    in_8_bits = sum(x.size for x in jax.tree.leaves(params[name]['layers']) if x.dtype == np.int8)
+    layers += size * in_8_bits // (c.num_layers * tensor)
     layers += _gradient_of_experts(c, _rank(params[name]), tensor)
     if mesh.shape['fsdp'] > 1:
       layers += 2 * _bytes(params[name]['layers'], None, size) // (c.num_layers * tensor)
@@ -370,9 +374,10 @@ def _rank(params: Any) -> int:
 
 
 def _bytes(tree: Any, mesh: Mesh | None, size: int = 0, shardings: Callable[[Any, Mesh], Any] = tree_shardings) -> int:
-  """Bytes of a tree of weights on one device of a mesh; of one copy without a mesh. `size` replaces their types'."""
+  """Bytes of a tree of weights on one device of a mesh; of one copy without a mesh. `size` is that of all but int8."""
   leaves = jax.tree.leaves(tree)
   shapes = [x.shape for x in leaves]
   if mesh is not None:
     shapes = [s.shard_shape(x.shape) for x, s in zip(leaves, jax.tree.leaves(shardings(tree, mesh)), strict=True)]
-  return sum(math.prod(shape) * (size or np.dtype(x.dtype).itemsize) for x, shape in zip(leaves, shapes, strict=True))
+  own = [x.dtype.itemsize if x.dtype == np.int8 or not size else size for x in leaves]
+  return sum(math.prod(shape) * n for shape, n in zip(shapes, own, strict=True))

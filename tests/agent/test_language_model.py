@@ -131,8 +131,8 @@ def saved(tmp_path_factory):
   policy = random_policy(small_config(), tmp_path_factory.mktemp('saved'))
   settings = ModelSettings(
     preset='', path=policy.directory, param_dtype='float32', separate_critic=False, attention='auto',
-    dtype=jnp.float32, adapters=None, vision='frozen', adapter_path='', seed=0, records_values=True,
-    replay_experts=False, decode_shards=0,
+    dtype=jnp.float32, adapters=None, weights='float', vision='frozen', adapter_path='', seed=0,
+    records_values=True, replay_experts=False, decode_shards=0,
   )  # fmt: skip
   return policy, settings
 

@@ -49,18 +49,18 @@ def models(request, real_model, transformers, tmp_path_factory):
   return theirs, ours, ChatTokenizer(directory), directory
 
 
-def conversation(model, tokenizer, sampling) -> tuple[list[int], np.ndarray, np.ndarray]:
-  """A row of three turns through one cache: ids, where they were sampled, and their log-probs."""
+def conversation(model, tokenizer, sampling, turns=TURNS, new=NEW) -> tuple[list[int], np.ndarray, np.ndarray]:
+  """A row of some turns through one cache: ids, where they were sampled, and their log-probs."""
   policy = ActorCritic(model)
   sampler, params = Sampler(policy, stop_ids=tokenizer.stop_ids), nnx.split(policy)[1]
   state = sampler.init(1, 400)
   row, sampled, log_probs, closed = [], [], [], False
-  for turn, text in enumerate(TURNS):
+  for turn, text in enumerate(turns):
     opening = tokenizer.following(text, '', closed=closed) if turn else tokenizer.opening('Be brief.', text, '')
     prompt = tokenizer.encode_segments(opening).ids
     state = sampler.extend(params, state, np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32))
     state, reply, _ = sampler.decode(
-      params, state, jax.random.split(jax.random.key(turn), 1), np.asarray([NEW]), columns=NEW, sampling=sampling
+      params, state, jax.random.split(jax.random.key(turn), 1), np.asarray([new]), columns=new, sampling=sampling
     )
     ids = np.asarray(reply.tokens)[0, : int(reply.count[0])].tolist()
     row += [*prompt, *ids]
@@ -109,3 +109,31 @@ def test_an_export_goes_on_greedily_for_three_turns_as_we_do(models, transformer
   # The sampled tokens are the likeliest, each behind all before it.
   assert (their_logits(again, row).argmax(-1)[:-1] == row[1:])[sampled[1:]].all()
   assert transformers.AutoTokenizer.from_pretrained(str(tmp_path / 'out')).chat_template
+
+
+def scored(model, row) -> np.ndarray:
+  """Log-probs [T, V] of all tokens, layer by layer, so that no weights are copied."""
+  run = nnx.jit(lambda layer, x: layer(x, jnp.arange(x.shape[1])[None], None, None, None, 0)[0])
+  x = model.embed(jnp.asarray([row]))
+  for layer in model.layers:
+    x = run(layer, x)
+  return np.asarray(jax.nn.log_softmax(model.logits(model.norm(x))[0]))
+
+
+@pytest.mark.parametrize('name', ['smollm2-135m-instruct', 'qwen2.5-coder-0.5b-instruct'])
+def test_replies_that_are_sampled_in_8_bits_have_almost_the_log_probs_of_the_weights(real_model, name, capsys):
+  directory = real_model(name)
+  tokenizer, options = ChatTokenizer(directory), dict(dtype=jnp.float32, param_dtype=jnp.float32)
+  eight = load_model(directory, **options, in_int8=True)
+  row, sampled, log_probs = conversation(eight, tokenizer, Sampling(temperature=1.0, top_p=1.0, top_k=0), TURNS[:1], 96)
+  likeliest = scored(eight, row).argmax(-1)
+  del eight
+  scores = scored(load_model(directory, **options), row)
+  gap = np.abs(scores[np.arange(len(row) - 1), row[1:]] - log_probs[1:])[sampled[1:]]
+  agree = (scores.argmax(-1) == likeliest)[:-1][sampled[1:]]
+  with capsys.disabled():
+    print(
+      f'\n{name}: {gap.size} tokens, gap of log-probs {gap.mean():.4f} on average and {gap.max():.3f} at most; '
+      f'of the likeliest tokens {agree.mean():.3f} agree'
+    )
+  assert 1e-4 < gap.mean() < 0.1 and agree.mean() > 0.9

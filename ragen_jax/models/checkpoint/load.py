@@ -25,7 +25,16 @@ from ragen_jax.models.checkpoint.config import (
   read_json,
   trunk_config,
 )
-from ragen_jax.models.checkpoint.names import Stored, abstract_model, is_left_out, list_names, stored, stored_name
+from ragen_jax.models.checkpoint.names import (
+  Stored,
+  Weight,
+  abstract_model,
+  is_left_out,
+  list_names,
+  stored,
+  stored_name,
+)
+from ragen_jax.models.int8 import Int8, input_axes, quantised, scale_sharding
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
@@ -44,18 +53,21 @@ def load_model(
   attention: AttentionSettings = EINSUM,
   sharding_fn: ShardingFn | None = None,
   trunk_only: bool = False,
+  in_int8: bool = False,
 ) -> Qwen:
   """Loads the model of a checkpoint. No weights are initialised on the way.
 
   `dtype` is that of activations, and of weights in computations. `trunk_only` skips an output projection that is not
-  tied to the embedding; the model then has the shape `trunk_config`. Errors are those of `read_config` and
-  `load_params`.
+  tied to the embedding; the model then has the shape `trunk_config`. `in_int8` and errors are those of `load_params`;
+  errors also those of `read_config`.
   """
   cfg = read_config(directory)
   trunk_only = trunk_only and not cfg.tie_word_embeddings
   cfg = trunk_config(cfg) if trunk_only else cfg
   graphdef, _ = nnx.split(abstract_model(cfg, dtype=dtype, param_dtype=param_dtype, attention=attention))
-  return nnx.merge(graphdef, load_params(directory, cfg, param_dtype, sharding_fn, ignore_head=trunk_only))
+  return nnx.merge(
+    graphdef, load_params(directory, cfg, param_dtype, sharding_fn, ignore_head=trunk_only, in_int8=in_int8)
+  )
 
 
 def load_params(
@@ -65,6 +77,7 @@ def load_params(
   sharding_fn: ShardingFn | None = None,
   *,
   ignore_head: bool = False,
+  in_int8: bool = False,
 ) -> nnx.State:
   """Loads the weights of a `Qwen`, as its `nnx.state` has them, tensor by tensor, onto their devices.
 
@@ -78,6 +91,7 @@ def load_params(
     sharding_fn: sharding of a parameter by its path, e.g. ('layers', 0, 'self_attn', 'q_proj', 'kernel') -> a
       `NamedSharding` of [D, N, H]. Without it, or if it returns None, weights go to the default device.
     ignore_head: with tied embeddings, do not compare a stored output projection with the embedding.
+    in_int8: whether kernels that can be `Int8` are; the host computes them.
 
   Raises:
     UserError: a file cannot be read, or tensors are missing, unexpected, or of an unexpected shape or type. All
@@ -88,6 +102,16 @@ def load_params(
   _check_tensors(directory, files, wanted, cfg, ignore_head)
   leaves = dict(nnx.to_flat_state(nnx.split(abstract_model(cfg, param_dtype=param_dtype))[1]))
   experts: dict[tuple[str | int, ...], _Experts] = {}
+
+  def placed(weight: Weight, array: np.ndarray, dtype: Any, sharding: Any, part: str = '') -> jax.Array | None:
+    # None until all experts have come.
+    if weight.expert is None:
+      return place_tensor(array, dtype, sharding)
+    path, shape = (*weight.path, part), (weight.experts, *array.shape)
+    found = experts.setdefault(path, _Experts(shape, dtype, sharding))
+    found.place(weight.expert, array)
+    return experts.pop(path).together() if found.complete else None
+
   for file in files:
     with _open(file) as tensors:
       for name in tensors.offset_keys():
@@ -95,15 +119,19 @@ def load_params(
         for weight, place in () if tensor is None else tensor.parts:
           array = weight.from_hf(tensors.get_slice(name)[place] if place else tensors.get_tensor(name))
           sharding = None if sharding_fn is None else sharding_fn(weight.path)
-          leaf = leaves[weight.path]
-          dtype = np.dtype(leaf.dtype)
-          if weight.expert is None:
-            leaves[weight.path] = leaf.replace(place_tensor(array, dtype, sharding))
+          leaf, path = leaves[weight.path], '/'.join(map(str, weight.path))
+          axes = input_axes(path) if in_int8 else None
+          if axes is None:
+            new = placed(weight, array, np.dtype(leaf.dtype), sharding)
           else:
-            found = experts.setdefault(weight.path, _Experts(weight.whole_shape, dtype, sharding))
-            found.place(weight.expert, array)
-            if found.complete:
-              leaves[weight.path] = leaf.replace(experts.pop(weight.path).together())
+            own = quantised(array, axes)
+            of_scale = scale_sharding(path, own.scale.shape, sharding)
+            values = placed(weight, own.value, np.dtype(np.int8), sharding)
+            scale = placed(weight, own.scale, np.dtype(np.float32), of_scale, 'scale')
+            new = None if values is None else Int8(values, scale)
+            del own
+          if new is not None:
+            leaves[weight.path] = leaf.replace(new)
           del array
   _log.debug('Loaded %d tensors from %s', len(wanted), directory)
   return nnx.from_flat_state(leaves)
