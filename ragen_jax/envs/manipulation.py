@@ -137,11 +137,13 @@ class Manipulation(base.Environment):
 
   @property
   def action_help(self) -> str:
-    (x0, y0, z0), (x1, y1, z1) = self.task_of_levels.low, self.task_of_levels.high
+    task = self.task_of_levels
+    x, y, z = (f'{low} to {high}' for low, high in zip(task.low, task.high, strict=True))
     return (
       'Skills: pick(x, y, z) takes the object there; place(x, y, z) puts it down; push(x1, y1, z1, x2, y2, z2) moves '
       'the closed hand along x or y from the first place to the second and pushes what is in its way; it begins at '
-      f'least {self.task_of_levels.half + tasks.HAND} mm before the middle of that. Numbers are millimetres: x from {x0} to {x1}, y from {y0} to {y1}, z from {z0} to {z1}.'
+      f'least {task.half + tasks.HAND} mm before the middle of that. Numbers are millimetres: x from {x}, y from {y}, '
+      f'z from {z}.'
     )
 
   def parse_action(self, text: str) -> tuple[int, ...] | None:

@@ -33,7 +33,7 @@ STABLE = 20
 
 # The cabinet stands behind the y axis of the table; its drawer comes out in the direction of x.
 CABINET_X, CABINET_Y, CABINET_HALF, CABINET_TOP = -400, -300, 150, 400
-DRAWER_DEPTH, DRAWER_HALF, DRAWER_LOW, DRAWER_HIGH = 240, 140, 100, 250
+DRAWER_DEPTH, DRAWER_HALF, DRAWER_LOW, DRAWER_HIGH = 240, 140, 100, 200
 # Bounds of things in the drawer from its walls, and their floor.
 DRAWER_WALL, DRAWER_FLOOR = 20, 120
 OPEN_START = 180

@@ -13,24 +13,25 @@ from ragen_jax.agent.world_model.descriptions import describe, find_claims, poss
 from ragen_jax.agent.world_model.state_reward import score_description
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.manipulation import Manipulation
-from ragen_jax.envs.manipulation_tasks import PICK, PLACE, PUSH, TASKS
+from ragen_jax.envs.manipulation_tasks import PICK, PLACE, PUSH, TASKS, worth
+from ragen_jax.envs.solvers.manipulation import planners
 from ragen_jax.envs.splits import SPLITS, tenth
-from tests.support.environments import batch, check_no_levels, make_levels, one, raises_one_line, step
-from tests.support.games.manipulation import COUNT, HIGH, LOW, NAMES, Plain, levels, make_state
+from tests.support.environments import batch, check_no_levels, make_levels, one, raises_one_line
+from tests.support.games.manipulation import COUNT, HIGH, LOW, NAMES, Plain, act, levels, make_state
 
 ENVS = {name: Manipulation(task=name) for name in NAMES}
 each = pytest.mark.parametrize('name', NAMES)
 
 
 def noisy_actions(env, states, rng):
-  """Legal actions, most of them with a miss of some millimetres, and some from anywhere in the workspace."""
+  """Legal actions, most of them with a miss of some millimetres, some of plans, and some from anywhere."""
   low, high = np.array(LOW[env.task == 'drawer'] * 2), np.array(HIGH[env.task == 'drawer'] * 2)
   actions = []
-  for legal in env.legal_actions(states):
-    action = np.array(legal[rng.integers(len(legal))])
+  for legal, planner in zip(env.legal_actions(states), planners(env.task_of_levels, states), strict=True):
+    action = np.array(legal[rng.integers(len(legal))] if rng.random() < 0.6 else planner.next())
     if rng.random() < 0.2:
       action = np.array([rng.integers(3), *rng.integers(low, high + 1)])
-    elif rng.random() < 0.6:
+    elif rng.random() < 0.4:
       action[1:] += rng.integers(-24, 25, 6)
       action[1:] = action[1:].clip(low, high)
     if rng.random() < 0.3 and action[0] == PUSH:
@@ -45,9 +46,9 @@ def noisy_actions(env, states, rng):
 @each
 def test_walks_are_those_of_the_plain_writing(name):
   env, states, rng, seen = ENVS[name], levels(name), np.random.default_rng(7), collections.Counter()
-  for _ in range(20):
+  for _ in range(12):
     actions = noisy_actions(env, states, rng)
-    after, out = step(env, states, actions)
+    after, out = act(env, states, actions)
     for i, action in enumerate(actions):
       before, now = one(states, i), one(after, i)
       if before.done:
@@ -69,10 +70,7 @@ def test_walks_are_those_of_the_plain_writing(name):
     states = after
   for skill in (PICK, PLACE, PUSH):
     assert seen[skill, True] > 10 and seen[skill, False] > 10, seen
-  if name == 'stack':
-    assert seen['height', 60] > 10
-  if name == 'drawer':
-    assert seen['won'] > 2 and seen['over'] and seen['height', 155] > 10
+  assert seen['won'] > 2 and seen['over'] and seen['height', 155 if name == 'drawer' else 60] > 10, seen
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,7 @@ def test_walks_are_those_of_the_plain_writing(name):
     ('align', [(11, 0, 20), (-10, 90, 20)], 1, False),
     ('align', [(0, 0, 60), (0, 90, 20)], 1, False),
     ('place', [(80, -50, 20), (50, 140, 20)], 2, True),
-    ('place', [(80, -49, 20), (50, 141, 20)], 1, False),
+    ('place', [(80, -49, 20), (50, 140, 20)], 1, False),
     ('place', [(80, 100, 20), (80, -100, 20)], 0, False),
     ('stack', [(0, 0, 60), (0, 19, 20), (0, -19, 100)], 2, True),
     ('stack', [(0, 0, 60), (0, 20, 20), (0, -19, 100)], 0, False),
@@ -92,12 +90,11 @@ def test_walks_are_those_of_the_plain_writing(name):
   ],
 )
 def test_success_is_that_of_the_rules(name, places, reached, won):
-  """The points are seen in the reward of a skill that is not possible, from and to a state of equal worth."""
-  env = ENVS[name]
-  states = batch(make_state(*places), make_state(*[(x, y + 300, z) for x, y, z in places]))
-  after, out = step(env, states, [(PLACE, 0, 0, 20, 0, 0, 0)] * 2)
-  assert bool(after.success[0]) == won and not out.effective.any() and out.reward[0] == pytest.approx(-0.1)
-  assert Plain(name, one(states, 0)).stages() == (10.0 if won else 4.0 * reached, won)
+  state = make_state(*places)
+  points, success = worth(TASKS[name], state.table)
+  assert (float(points), bool(success)) == Plain(name, state).stages() == (10.0 if won else 4.0 * reached, won)
+  after, out = act(ENVS[name], batch(state), [(PLACE, 0, 0, 20, 0, 0, 0)])
+  assert bool(after.success[0]) == bool(after.done[0]) == won and not out.effective[0]
 
 
 @pytest.mark.parametrize(
@@ -109,13 +106,12 @@ def test_success_is_that_of_the_rules(name, places, reached, won):
   ],
 )  # fmt: skip
 def test_an_apple_counts_in_a_closed_drawer(apple, opening, won):
-  after, _ = step(ENVS['drawer'], batch(make_state(apple, opening=opening)), [(PLACE, -200, 0, 35, 0, 0, 0)])
-  assert bool(after.success[0]) == won
+  assert bool(worth(TASKS['drawer'], make_state(apple, opening=opening).table)[1]) == won
 
 
 def test_nothing_is_won_with_a_cube_in_the_hand():
   state = make_state((0, 0, 60), (0, 0, 20), (0, 0, 170), held=2)
-  after, out = step(ENVS['stack'], batch(state, state), [(PICK, 0, 0, 60, 0, 0, 0), (PLACE, 5, 5, 100, 0, 0, 0)])
+  after, out = act(ENVS['stack'], batch(state, state), [(PICK, 0, 0, 60, 0, 0, 0), (PLACE, 5, 5, 100, 0, 0, 0)])
   assert after.success.tolist() == [False, True]
   assert out.reward.tolist() == pytest.approx([-0.1, 10 - 6 - 0.1])
 
@@ -123,11 +119,11 @@ def test_nothing_is_won_with_a_cube_in_the_hand():
 @pytest.mark.parametrize(
   ('skill', 'misses', 'limits'),
   [
-    (PICK, [(dx, 0, 0) for dx in range(-40, 41)], (-15, 15)),
-    (PICK, [(0, dy, 0) for dy in range(-40, 41)], (-20, 20)),
-    (PICK, [(0, 0, dz) for dz in range(-10, 60)], (-10, 20)),
+    (PICK, [(dx, 0, 0) for dx in range(-30, 31)], (-15, 15)),
+    (PICK, [(0, dy, 0) for dy in range(-30, 31)], (-20, 20)),
+    (PICK, [(0, 0, dz) for dz in range(-10, 50)], (-10, 20)),
     (PLACE, [(dx, 0, 0) for dx in range(-19, 20)], (-19, 19)),
-    (PLACE, [(0, 0, dz) for dz in range(-40, 60)], (-10, 59)),
+    (PLACE, [(0, 0, dz) for dz in range(-40, 24)], (-10, 23)),
   ],
 )  # fmt: skip
 def test_tolerances_are_those_that_were_measured_in_maniskill(skill, misses, limits):
@@ -136,7 +132,7 @@ def test_tolerances_are_those_that_were_measured_in_maniskill(skill, misses, lim
   state = make_state((0, 0, 170) if held == 0 else (-50, -50, 20), (50, 50, 20), held=held)
   base = (50, 50, 20 if skill == PICK else 60)
   actions = [(skill, *np.add(base, miss), 0, 0, 0) for miss in misses]
-  _, out = step(ENVS['align'], batch(*[state] * len(actions)), actions)
+  _, out = act(ENVS['align'], batch(*[state] * len(actions)), actions)
   worked = [sum(miss) for miss, ok in zip(misses, out.effective, strict=True) if ok]
   assert (min(worked), max(worked)) == limits and len(worked) == limits[1] - limits[0] + 1
 
@@ -157,7 +153,7 @@ def test_tolerances_are_those_that_were_measured_in_maniskill(skill, misses, lim
 )
 def test_pushes(push, ends):
   state = make_state((50, 0, 20), (-100, 30, 20))
-  after, _ = step(ENVS['align'], batch(state), [(PUSH, *push[0], *push[1])])
+  after, _ = act(ENVS['align'], batch(state), [(PUSH, *push[0], *push[1])])
   assert after.table.places[0].tolist() == [list(ends), [-100, 30, 20]]
 
 
@@ -175,13 +171,14 @@ def shortest(name, state):
   return {'stack': 4, 'drawer': 3}[name]
 
 
+@pytest.mark.parametrize('first', [0, *(pytest.param(k * COUNT, marks=pytest.mark.slow) for k in range(1, 9))])
 @each
-def test_plans_solve_all_levels_in_the_fewest_skills(name):
-  env, states = ENVS[name], make_levels(ENVS[name], 512)
-  least = np.array([shortest(name, one(states, i)) for i in range(512)])
+def test_plans_solve_all_levels_in_the_fewest_skills(name, first):
+  env, states = ENVS[name], make_levels(ENVS[name], COUNT, first, block=COUNT)
+  least = np.array([shortest(name, one(states, i)) for i in range(COUNT)])
   for most in range(2, 6):
     np.testing.assert_array_equal(env.optimal(states, Budget(most, most, 1)), least <= most)
-  solution, played = env.solve(states, Budget(3, 6, 2)), np.zeros(512, int)
+  solution, played = env.solve(states, Budget(3, 6, 2)), np.zeros(COUNT, int)
   np.testing.assert_allclose(solution.value(states, 3, 6), 10 - 0.1 * least, atol=1e-4)
   for turn in range(3):
     plans = solution.plan(states, 3 - turn, 6 - 2 * turn)
@@ -191,7 +188,7 @@ def test_plans_solve_all_levels_in_the_fewest_skills(name):
       actions = [plan[number] if number < len(plan) else (PICK, *LOW[False], 0, 0, 0) for plan in plans]
       for i in np.flatnonzero(acting):
         assert env.parse_action(env.format_action(actions[i])) == tuple(actions[i])
-      states, _ = step(env, states, actions)
+      states, _ = act(env, states, actions)
       played += acting
   assert states.success.all()
   np.testing.assert_array_equal(played, least)
@@ -201,16 +198,16 @@ def test_plans_solve_all_levels_in_the_fewest_skills(name):
 def test_plans_reach_the_goal_from_what_random_play_leaves(name):
   env, states, rng = ENVS[name], levels(name), np.random.default_rng(3)
   for _ in range(7):
-    states, _ = step(env, states, noisy_actions(env, states, rng))
+    states, _ = act(env, states, noisy_actions(env, states, rng))
   best = env.solve(states, Budget(12, 12, 1))
   # A drawer that was closed without the apple cannot be opened.
   lost = (states.table.opening < 70) & (states.table.places[:, 0, 2] != 155) if name == 'drawer' else np.zeros(COUNT)
-  assert (best.success.astype(bool) | lost.astype(bool)).all() and best.success.mean() > 0.4
+  assert (best.success.astype(bool) | lost.astype(bool)).all() and best.success.mean() > 0.2
 
 
 @each
 def test_levels_are_in_the_start_regions(name):
-  env, states = ENVS[name], make_levels(ENVS[name], 256)
+  env, states = ENVS[name], make_levels(ENVS[name], 4 * COUNT, block=COUNT)
   places, task = states.table.places, TASKS[name]
   for i, ((x0, x1), (y0, y1)) in enumerate(task.starts):
     x, y, z = places[:, i].T
@@ -221,11 +218,10 @@ def test_levels_are_in_the_start_regions(name):
       assert np.hypot(*(places[:, i] - places[:, j]).T[:2]).min() >= 57
   assert (states.table.held == -1).all() and not states.done.any()
   assert (states.table.opening == (180 if name == 'drawer' else 0)).all()
-  again = make_levels(env, 256)
-  jax.tree.map(np.testing.assert_array_equal, again, states)
+  jax.tree.map(np.testing.assert_array_equal, make_levels(env, COUNT, block=COUNT), one(states, np.s_[:COUNT]))
 
 
-@pytest.mark.parametrize('split', ['train', 'validation', 'test'])
+@pytest.mark.parametrize('split', ['test', *(pytest.param(x, marks=pytest.mark.slow) for x in ('train', 'validation'))])
 def test_the_parts_of_the_split_have_no_level_in_common(split):
   states = make_levels(Manipulation(task='drawer', split=split), 256)
   parts = np.asarray(jax.vmap(lambda places: tenth(places[:, :2].reshape(-1)))(states.table.places))
@@ -257,9 +253,9 @@ def test_an_empty_batch_has_plans():
     # No object, no number, no skill, more than a skill.
     ('pick(red cube)', None), ('pick(nan, 0, 20)', None), ('pick(inf, 0, 20)', None), ('pick(1e1, 0, 20)', None),
     ('pick(٣, 0, 20)', None), ('pick(0x1, 0, 20)', None), ('pick(1_0, 0, 20)', None), ('grab(0, 0, 20)', None),
-    ('pick(0, 0, 20', None), ('pick 0, 0, 20', None), ('pick(0, 0, 20).', None), ('pick(0, 0, 20) place(0, 0, 20)', None),
-    ('pick((0, 0, 20))', None), ('pick(0, , 20)', None), ('', None), (f'pick({"9" * 5000}, 0, 20)', None),
-    ('pıck(0, 0, 20)', None), ('pick(- 5, 0, 20)', None),
+    ('pick(0, 0, 20', None), ('pick 0, 0, 20', None), ('pick(0, 0, 20).', None), ('pick((0, 0, 20))', None),
+    ('pick(0, 0, 20) place(0, 0, 20)', None), ('pick(0, , 20)', None), ('pick(- 5, 0, 20)', None), ('', None),
+    (f'pick({"9" * 5000}, 0, 20)', None), ('p\u0131ck(0, 0, 20)', None),
   ],
 )  # fmt: skip
 def test_actions_are_read(text, action):
@@ -294,7 +290,7 @@ def test_texts_tell_places_as_the_option_says():
   assert texts['list'] == f'Positions: (0, 0, 170), (5, -7, 20).\n{rest}' and texts['none'] == rest
   drawer = make_state((-150, 20, 35), opening=180)
   assert ENVS['drawer'].render(batch(drawer)) == [
-    'Positions: apple (-150, 20, 35), drawer (-340, -300, 175).\nThe drawer is open by 180 mm.\nThe hand is empty.'
+    'Positions: apple (-150, 20, 35), drawer (-340, -300, 150).\nThe drawer is open by 180 mm.\nThe hand is empty.'
   ]
   two = dataclasses.replace(ENVS['place'], cameras=2, positions='none')
   assert two.captions(batch(state)) == [f'{rest}\n<image>\n<image>']
@@ -338,14 +334,14 @@ def test_scenes_tell_places_to_ten_millimetres_and_what_holds_a_thing():
 @each
 def test_every_state_and_every_claim_has_words(name):
   env, states, rng = ENVS[name], levels(name), np.random.default_rng(5)
-  for _ in range(6):
+  for _ in range(4):
     for i, scene in enumerate(env.scenes(states)):
       text = describe(scene)
       assert score_description(text, scene) == 1.0 and scene.words == env.scene_words
       for claim, place in zip(find_claims(text, scene.words), Plain(name, one(states, i)).at, strict=False):
         x, y = (int(number) for number in scene.words.first[claim.row].split()[2::2])
         assert abs(x - place[0]) <= 10 and abs(y - place[1]) <= 10
-    states, _ = step(env, states, noisy_actions(env, states, rng))
+    states, _ = act(env, states, noisy_actions(env, states, rng))
   claims = possible_claims(env.scene_words)[::17]
   counts = read_claims('; '.join(claims), env.scene_words)
   assert sum(own.sum() for own in counts.values()) == len(claims)

@@ -75,8 +75,8 @@ def describe(scene: Scene) -> str:
   """The description of a scene, one claim for each thing."""
   claims = []
   for kind, counts in true_relations(scene).items():
-    for (row, column), count in np.ndenumerate(counts):
-      claims += [write_claim(kind, row, column, scene.words)] * int(count)
+    for row, column in np.argwhere(counts):
+      claims += [write_claim(kind, row, column, scene.words)] * int(counts[row, column])
   return CLAIM_SEP.join(claims)
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from ragen_jax.envs.manipulation import Manipulation, State
 from ragen_jax.envs.manipulation_tasks import Table
-from tests.support.environments import make_levels
+from tests.support.environments import make_levels, one, step
 
 NAMES = ('align', 'place', 'stack', 'drawer')
-COUNT = 48
+COUNT = 64
 LOW, HIGH = {False: (-100, -200, 10), True: (-500, -600, 10)}, {False: (150, 200, 200), True: (-100, 200, 650)}
 
 
@@ -21,6 +21,12 @@ LOW, HIGH = {False: (-100, -200, 10), True: (-500, -600, 10)}, {False: (150, 200
 def levels(task: str) -> Any:
   """COUNT levels of a task."""
   return make_levels(Manipulation(task=task), COUNT, block=COUNT)
+
+
+def act(env: Manipulation, states: Any, actions: Any) -> Any:
+  """As `environments.step`, for at most COUNT states; one program of a task plays any number of them."""
+  rows = np.resize(np.arange(len(actions)), COUNT)
+  return one(step(env, one(states, rows), np.asarray(actions)[rows]), np.s_[: len(actions)])
 
 
 def make_state(*places: tuple[int, int, int], held: int = -1, opening: int = 0) -> State:
@@ -95,7 +101,7 @@ class Plain:
       return
     if self.drawer:
       front = self.opening - 400
-      if axis == 0 and -440 < start[1] < -160 and 100 <= start[2] <= 250 and start[0] >= front + 10 > end[0]:
+      if axis == 0 and -440 < start[1] < -160 and 100 <= start[2] <= 200 and start[0] >= front + 10 > end[0]:
         new = max(end[0] - 10, -400)
         if self.at[0][2] == 155:
           self.at[0][0] += new - front
@@ -105,9 +111,9 @@ class Plain:
     hit = []
     for i, place in enumerate(self.at):
       before = way * (place[axis] - start[axis])
-      if abs(place[1 - axis] - start[1 - axis]) < 30 and abs(place[2] - start[2]) <= 20 and before >= 30:
-        if before - 30 < abs(end[axis] - start[axis]):
-          hit.append((before, i))
+      beside = abs(place[1 - axis] - start[1 - axis]) < 30 and abs(place[2] - start[2]) <= 20
+      if beside and 30 <= before < 30 + abs(end[axis] - start[axis]):
+        hit.append((before, i))
     if not hit:
       return
     i = min(hit)[1]
