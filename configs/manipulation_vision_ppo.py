@@ -25,7 +25,7 @@ def get_config(model: str = ''):
       env.picture = 6
   if config.model.preset == 'tiny-vl':
     # Its tokenizer has no words of this game and writes them letter by letter.
-    config.agent.max_response_tokens = 96
-    config.agent.max_context = 2048
+    config.agent.max_response_tokens = 128
+    config.agent.max_context = 3072
     config.model.vision = 'trained'
   return config

@@ -24,6 +24,7 @@ def get_config(model: str = 'qwen2.5-vl-3b'):
     env.max_words = 120
   config = with_vagen(config)
   config.train.groups, config.train.group_size = 64, 2
-  config.agent.max_response_tokens = 200
+  # Both descriptions have a sentence of about twenty tokens for each cube.
+  config.agent.max_response_tokens = 300
   config.agent.max_context = 3800
   return config

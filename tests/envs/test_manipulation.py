@@ -20,7 +20,9 @@ from tests.support.environments import batch, check_no_levels, make_levels, one,
 from tests.support.games.manipulation import COUNT, HIGH, LOW, NAMES, Plain, act, levels, make_state
 
 ENVS = {name: Manipulation(task=name) for name in NAMES}
-each = pytest.mark.parametrize('name', NAMES)
+each = pytest.mark.parametrize(
+  'name', [*(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[:2]), *NAMES[2:]]
+)
 
 
 def noisy_actions(env, states, rng):
@@ -93,8 +95,6 @@ def test_success_is_that_of_the_rules(name, places, reached, won):
   state = make_state(*places)
   points, success = worth(TASKS[name], state.table)
   assert (float(points), bool(success)) == Plain(name, state).stages() == (10.0 if won else 4.0 * reached, won)
-  after, out = act(ENVS[name], batch(state), [(PLACE, 0, 0, 20, 0, 0, 0)])
-  assert bool(after.success[0]) == bool(after.done[0]) == won and not out.effective[0]
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_nothing_is_won_with_a_cube_in_the_hand():
 def test_tolerances_are_those_that_were_measured_in_maniskill(skill, misses, limits):
   """A pick of the cube at (50, 50, 20), and a place of the held one on it."""
   held = 0 if skill == PLACE else -1
-  state = make_state((0, 0, 170) if held == 0 else (-50, -50, 20), (50, 50, 20), held=held)
+  state = make_state((0, 0, 170) if held == 0 else (-50, -50, 20), (50, 50, 20), (-90, -190, 20), held=held)
   base = (50, 50, 20 if skill == PICK else 60)
   actions = [(skill, *np.add(base, miss), 0, 0, 0) for miss in misses]
-  _, out = act(ENVS['align'], batch(*[state] * len(actions)), actions)
+  _, out = act(ENVS['stack'], batch(*[state] * len(actions)), actions)
   worked = [sum(miss) for miss, ok in zip(misses, out.effective, strict=True) if ok]
   assert (min(worked), max(worked)) == limits and len(worked) == limits[1] - limits[0] + 1
 
@@ -152,9 +152,9 @@ def test_tolerances_are_those_that_were_measured_in_maniskill(skill, misses, lim
   ],
 )
 def test_pushes(push, ends):
-  state = make_state((50, 0, 20), (-100, 30, 20))
-  after, _ = act(ENVS['align'], batch(state), [(PUSH, *push[0], *push[1])])
-  assert after.table.places[0].tolist() == [list(ends), [-100, 30, 20]]
+  state = make_state((50, 0, 20), (-100, 30, 20), (-90, -190, 20))
+  after, _ = act(ENVS['stack'], batch(state), [(PUSH, *push[0], *push[1])])
+  assert after.table.places[0].tolist() == [list(ends), [-100, 30, 20], [-90, -190, 20]]
 
 
 # -- levels and plans --------------------------------------------------------------------------------------------------
@@ -328,7 +328,9 @@ def test_scenes_tell_places_to_ten_millimetres_and_what_holds_a_thing():
   assert score_description(f'{red}; {green}', scene) == pytest.approx(2 / 3)
   assert score_description(f'{red}; {green}; {purple.replace("x 0", "x 20")}', scene) == pytest.approx(5 / 6)
   (scene,) = ENVS['drawer'].scenes(batch(make_state((-520, -300, 155), opening=0)))
-  assert describe(scene) == 'the apple is at x -520 y -300 and in the drawer; the drawer is at x -520 y -300 and closed'
+  apple, drawer = 'the apple is at x -520 y -300 and in the drawer', 'the drawer is at x -520 y -300 and closed'
+  assert describe(scene) == f'{apple}; {drawer}'
+  assert score_description(apple, scene) == pytest.approx(5 / 6)
 
 
 @each
