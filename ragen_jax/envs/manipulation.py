@@ -230,10 +230,9 @@ class Manipulation(base.Environment):
   def rules(self) -> str:
     task = self.task_of_levels
     size = f'The apple has a diameter of {2 * task.half} mm.' if task.has_drawer else 'Cubes have sides of 40 mm.'
-    seen = ' A second image shows the table from above.' if self.cameras == 2 else ''
     return (
       f'You control a robot arm at a table. {task.goal} Places are x, y, z of the middle of a thing: x points to the '
-      f'camera, y to the right, z up from the table.{seen} {size} The hand must be empty at the end. A skill that is '
+      f'camera, y to the right, z up from the table. {size} The hand must be empty at the end. A skill that is '
       f'not possible changes nothing. Success earns {tasks.SUCCESS_VALUE:g} points in sum, a skill costs '
       f'{tasks.SKILL_COST:g}.'
     )
@@ -260,7 +259,7 @@ class Manipulation(base.Environment):
     return texts
 
   def captions(self, states: State) -> list[str]:
-    marks = '\n'.join([IMAGE_MARK] * self.cameras)
+    marks = IMAGE_MARK if self.cameras == 1 else f'From the front:\n{IMAGE_MARK}\nFrom above:\n{IMAGE_MARK}'
     return [f'{text}\n{marks}' for text in self.render(states)]
 
   def rationale(self, states: State) -> list[str]:

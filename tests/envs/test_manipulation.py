@@ -9,15 +9,19 @@ import jax
 import numpy as np
 import pytest
 
+from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.world_model.descriptions import describe, find_claims, possible_claims, read_claims
 from ragen_jax.agent.world_model.state_reward import score_description
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.manipulation import Manipulation
 from ragen_jax.envs.manipulation_tasks import PICK, PLACE, PUSH, TASKS, worth
+from ragen_jax.envs.navigation import Navigation
 from ragen_jax.envs.solvers.manipulation import planners
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.envs.splits import SPLITS, tenth
 from tests.support.environments import batch, check_no_levels, make_levels, one, raises_one_line
 from tests.support.games.manipulation import COUNT, HIGH, LOW, NAMES, Plain, act, levels, make_state
+from tests.support.speakers import context_settings
 
 ENVS = {name: Manipulation(task=name) for name in NAMES}
 each = pytest.mark.parametrize(
@@ -265,6 +269,19 @@ def test_actions_are_read(text, action):
     assert env.parse_action(env.format_action(action)) == action
 
 
+@pytest.mark.parametrize('bad', ['pick(0, 0, 20, 1)', 'pick(0, 0, 900)', 'pick(blue cube)', 'pick(nan, 0, 20)'])
+def test_a_bad_skill_makes_a_reply_invalid_as_an_unknown_action_does_in_navigation(bad):
+  read = []
+  for env, wrong, right in ((ENVS['place'], bad, 'place(1, 2, 20)'), (Navigation(), 'fly', 'moveahead')):
+    spec = EnvSpec('Game', env, Budget(3, 6, 2), 50, 1)
+    reply = ContextManager(None, [spec], context_settings(format='no_think')).parse(
+      0, f'<answer>{wrong} || {right}</answer>'
+    )
+    assert reply.names == (right,)
+    read.append((reply.known, reply.valid, reply.sections.correct))
+  assert read == [(False, False, True)] * 2
+
+
 @each
 def test_examples_and_random_actions_are_actions(name):
   env = ENVS[name]
@@ -293,8 +310,8 @@ def test_texts_tell_places_as_the_option_says():
     'Positions: apple (-150, 20, 35), drawer (-340, -300, 150).\nThe drawer is open by 180 mm.\nThe hand is empty.'
   ]
   two = dataclasses.replace(ENVS['place'], cameras=2, positions='none')
-  assert two.captions(batch(state)) == [f'{rest}\n<image>\n<image>']
-  assert 'second image' in two.rules() and 'second image' not in ENVS['place'].rules()
+  assert two.captions(batch(state)) == [f'{rest}\nFrom the front:\n<image>\nFrom above:\n<image>']
+  assert ENVS['place'].captions(batch(state)) == [f'{texts["named"]}\n<image>']
 
 
 @pytest.mark.parametrize(

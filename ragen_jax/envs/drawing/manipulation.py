@@ -82,7 +82,7 @@ def _ball(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """bool[H, W], where the rays meet a ball, f32[H, W], at which multiple of the ray, and bool[H, W], at its top."""
   away = eye - middle
-  a, b = (rays**2).sum(-1), rays @ away
+  a, b = (rays**2).sum(-1), (rays * away).sum(-1)
   root = b**2 - a * ((away**2).sum() - radius**2)
   near = (-b - jnp.sqrt(jnp.maximum(root, 0))) / a
   return root > 0, near, eye[2] + near * rays[..., 2] > middle[2] + 0.4 * radius
