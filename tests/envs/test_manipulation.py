@@ -11,6 +11,7 @@ import pytest
 
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.world_model.descriptions import describe, find_claims, possible_claims, read_claims
+from ragen_jax.agent.world_model.marks import HALF, RIGHT, WRONG, mark_description
 from ragen_jax.agent.world_model.state_reward import score_description
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.manipulation import Manipulation
@@ -339,6 +340,10 @@ def test_scenes_tell_places_to_ten_millimetres_and_what_holds_a_thing():
   )  # fmt: skip
   assert describe(scene) == f'{red}; {green}; {purple}'
   assert score_description(f'{purple}; {red}; {green}', scene) == 1.0
+  marks, missing = mark_description(f'{red.replace("40", "60")}; {green}; {green}', scene)
+  assert [(mark.verdict, mark.truth) for mark in marks] == [(HALF, red), (RIGHT, ''), (WRONG, '')] and missing == [
+    purple
+  ]
   # Swapped names have one right part each; one thing is missing; a part is wrong.
   swapped = f'{red.replace("red", "green")}; {green.replace("green", "red")}; {purple}'
   assert score_description(swapped, scene) == pytest.approx(2 / 3)
