@@ -341,9 +341,8 @@ def test_scenes_tell_places_to_ten_millimetres_and_what_holds_a_thing():
   assert describe(scene) == f'{red}; {green}; {purple}'
   assert score_description(f'{purple}; {red}; {green}', scene) == 1.0
   marks, missing = mark_description(f'{red.replace("40", "60")}; {green}; {green}', scene)
-  assert [(mark.verdict, mark.truth) for mark in marks] == [(HALF, red), (RIGHT, ''), (WRONG, '')] and missing == [
-    purple
-  ]
+  assert [(mark.verdict, mark.truth) for mark in marks] == [(HALF, red), (RIGHT, ''), (WRONG, '')]
+  assert missing == [purple]
   # Swapped names have one right part each; one thing is missing; a part is wrong.
   swapped = f'{red.replace("red", "green")}; {green.replace("green", "red")}; {purple}'
   assert score_description(swapped, scene) == pytest.approx(2 / 3)
