@@ -263,10 +263,10 @@ def worth(task: Task, table: Table) -> tuple[jax.Array, jax.Array]:
   """f32[], the value of the stages that a table has reached, and bool[], whether the goal is reached.
 
   Each part of the goal is two stages: its object in the hand, and the part itself. A stack and a drawer have an order:
-  only the next object counts.
+  only the next object counts. At the goal the hand is empty, because each object is at its place.
   """
   reached = goals_reached(task, table)
-  success = reached.all() & (table.held < 0)
+  success = reached.all()
   wanted = table.held >= 0
   if len(task.objects) == 3:
     wanted &= table.held == jnp.where(reached[0], 2, 0)

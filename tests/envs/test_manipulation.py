@@ -114,6 +114,12 @@ def test_an_apple_counts_in_a_closed_drawer(apple, opening, won):
   assert bool(worth(TASKS['drawer'], make_state(apple, opening=opening).table)[1]) == won
 
 
+def test_an_apple_inside_the_cabinet_cannot_be_taken():
+  states = batch(*[make_state((x, -300, 155), opening=110) for x in (-366, -365)])
+  _, out = act(ENVS['drawer'], states, [(PICK, -365, -300, 155, 0, 0, 0)] * 2)
+  assert out.effective.tolist() == [False, True]
+
+
 def test_nothing_is_won_with_a_cube_in_the_hand():
   state = make_state((0, 0, 60), (0, 0, 20), (0, 0, 170), held=2)
   after, out = act(ENVS['stack'], batch(state, state), [(PICK, 0, 0, 60, 0, 0, 0), (PLACE, 5, 5, 100, 0, 0, 0)])
