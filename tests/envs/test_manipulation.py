@@ -216,6 +216,21 @@ def test_plans_reach_the_goal_from_what_random_play_leaves(name):
   assert (best.success.astype(bool) | lost.astype(bool)).all() and best.success.mean() > 0.2
 
 
+@pytest.mark.parametrize(
+  ('places', 'least'),
+  [
+    ([(100, 0, 20), (0, 0, 20), (0, 0, 60)], 6),  # purple on green
+    ([(100, 0, 20), (0, 0, 20), (100, 0, 60)], 6),  # purple on red
+    ([(0, 0, 20), (0, 0, 60), (100, 0, 20)], 6),  # green on red
+    ([(0, 0, 100), (0, 0, 60), (0, 0, 20)], 8),  # red on green on purple
+    ([(0, 0, 60), (0, 0, 20), (100, 0, 20)], 2),
+  ],
+)
+def test_plans_unstack_what_is_in_the_way(places, least):
+  states = batch(make_state(*places))
+  assert [ENVS['stack'].optimal(states, Budget(n, n, 1)).tolist() for n in (least - 1, least)] == [[0], [1]]
+
+
 @each
 def test_levels_are_in_the_start_regions(name):
   env, states = ENVS[name], make_levels(ENVS[name], 4 * COUNT, block=COUNT)
