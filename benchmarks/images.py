@@ -1,13 +1,14 @@
 """Images a second that environments draw of themselves, as a policy with Qwen2.5-VL or Qwen3-VL sees them.
 
-  python benchmarks/images.py [--quick] [--rooms] [--output=benchmarks/results/images.json]
+  python benchmarks/images.py [--quick] [--only=rooms] [--output=benchmarks/results/images.json]
 
 A batch of 128 states goes through one compiled call of `pixels`, with tiles of 28 and 32 pixels: one visual token a
 tile. The states are fresh levels. The images stay on the device. Compilation is not timed. The cases take turns, and
 the result is the median over these turns.
 
-First-person pictures of Navigation have their own part of the file, `rooms`, with three sizes; `--rooms` measures only
-them. As other programs may use the machine, this part also has the pictures a second of processor time.
+First-person pictures of Navigation have a part of the file of their own, `rooms`, and the pictures of Manipulation have
+`tables`; `--only` measures one of them. As other programs may use the machine, these parts also have the pictures a
+second of processor time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from ragen_jax.envs.base import Environment  # noqa: E402
 from ragen_jax.envs.frozen_lake import FrozenLake  # noqa: E402
 from ragen_jax.envs.game_2048 import Game2048  # noqa: E402
+from ragen_jax.envs.manipulation import Manipulation  # noqa: E402
 from ragen_jax.envs.navigation import Navigation  # noqa: E402
 from ragen_jax.envs.rubik import Rubik2x2  # noqa: E402
 from ragen_jax.envs.sokoban import Sokoban  # noqa: E402
@@ -51,6 +53,13 @@ CASES: dict[str, Environment] = {
 
 # Name of a size -> Navigation with as many tiles, and the side of a tile in pixels.
 ROOMS = {'64x64': (Navigation(picture=8), 8), '128x128': (Navigation(picture=4), 32), '252x252': (Navigation(), 28)}
+# Task and size -> Manipulation with as many tiles, and the side of a tile in pixels.
+TABLES = {
+  f'{task}, {tiles * tile}x{tiles * tile}': (Manipulation(task=task, picture=tiles), tile)
+  for task, tiles, tile in (('stack', 8, 8), ('stack', 4, 32), ('stack', 9, 28), ('drawer', 4, 32))
+}
+# Part of the file -> its cases.
+PICTURES = {'rooms': ROOMS, 'tables': TABLES}
 
 
 class Program:
@@ -96,11 +105,11 @@ def measure(quick: bool) -> dict[str, Any]:
   return {'batch': BATCH, 'repeats': repeats, 'calls': calls, 'cases': found}
 
 
-def measure_rooms(quick: bool) -> dict[str, Any]:
-  """Pictures of Navigation a second, of time that passes and of processor time, by size."""
+def measure_pictures(cases: dict[str, tuple[Environment, int]], quick: bool) -> dict[str, Any]:
+  """Pictures a second, of time that passes and of processor time, of environments with tiles of so many pixels."""
   repeats, calls = (2, 2) if quick else (9, 20)
   found = {}
-  for size, (env, tile) in ROOMS.items():
+  for size, (env, tile) in cases.items():
     program = Program(env, tile)
     passed, used = [], []
     for _ in range(repeats):
@@ -133,23 +142,24 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--quick', action='store_true', help='few calls; writes nothing unless --output is given')
   parser.add_argument('--output', type=pathlib.Path, help='the JSON file')
-  parser.add_argument('--rooms', action='store_true', help='only Navigation; keeps the rest of the JSON file')
+  parser.add_argument('--only', choices=PICTURES, help='measures one part, and keeps the rest of the JSON file')
   arguments = parser.parse_args()
   output = arguments.output
   if output is None and not arguments.quick:
     output = ROOT / 'benchmarks' / 'results' / 'images.json'
   origin = {'date': datetime.date.today().isoformat(), 'quick': arguments.quick, 'hardware': hardware()}
   found = {}
-  if not arguments.rooms:
+  if not arguments.only:
     found = origin | measure(arguments.quick)
     for case, sizes in found['cases'].items():
       for size, told in sizes.items():
         print(f'{case:16}{size}: {told["height"]}x{told["width"]}, {told["images a second"]:12,.0f} images/s')
   elif output is not None and output.exists():
     found = json.loads(output.read_text())
-  found['rooms'] = origin | measure_rooms(arguments.quick)
-  for size, told in found['rooms']['cases'].items():
-    print(f'Navigation {size}: ' + ', '.join(f'{number:,.0f} {unit}' for unit, number in told.items()))
+  for part in [arguments.only] if arguments.only else PICTURES:
+    found[part] = origin | measure_pictures(PICTURES[part], arguments.quick)
+    for case, told in found[part]['cases'].items():
+      print(f'{part}, {case}: ' + ', '.join(f'{number:,.0f} {unit}' for unit, number in told.items()))
   if output is not None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found, indent=2) + '\n')

@@ -397,7 +397,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.reward.format_reward = 0.0
   # Reward of a description of the board without mistakes, for each section of the form that describes it; the reward of
   # other descriptions is smaller (docs/vision.md). 0 is off. For environments that know the places of things on their
-  # boards: FrozenLake and Sokoban.
+  # boards, in rooms or on tables: FrozenLake, Sokoban, Navigation and Manipulation.
   config.reward.state_reward = 0.0
   # Score of a description, from 0 to below 1, up to which it is worth nothing.
   config.reward.state_floor = 0.5

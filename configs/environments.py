@@ -25,6 +25,10 @@ HELD_OUT = {
   'SVGTest': 'SVG',
   'NavigationValidation': 'Navigation',
   'NavigationTest': 'Navigation',
+  'AlignTwoCubeTest': 'AlignTwoCube',
+  'PlaceTwoCubeTest': 'PlaceTwoCube',
+  'StackThreeCubeTest': 'StackThreeCube',
+  'PutAppleInDrawerTest': 'PutAppleInDrawer',
 }
 
 
@@ -260,6 +264,41 @@ def by_tag() -> ConfigDict:
   envs.NavigationValidation = _like(envs.Navigation, split='validation')
   # Rooms that neither of the two plays.
   envs.NavigationTest = _like(envs.Navigation, split='test')
+  # Move cubes on a table by skills with coordinates, see docs/manipulation.md; the names are those of VAGEN's tasks.
+  envs.PlaceTwoCube = ConfigDict(
+    {
+      'type': 'manipulation',
+      # The goal: 'align', 'place', 'stack' or 'drawer'.
+      'task': 'place',
+      # What an observation says of the places of objects: 'named', 'list' (without their names, as in VAGEN) or 'none'.
+      'positions': 'named',
+      # Pictures of an observation: 1, or 2 with one from above.
+      'cameras': 1,
+      # Which part of all levels is played: 'all', 'train', 'validation' or 'test'; they have no level in common.
+      'split': 'train',
+      # Rows, and columns, of tiles of a picture; 2 to 64.
+      'picture': 9,
+      # How the prompt shows the state: 'text' or 'image' (for models that read images).
+      'observation': 'text',
+      # Side of a tile of a picture in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
+      'tile': 0,
+      'max_turns': 3,
+      'max_actions': 6,
+      'max_actions_per_turn': 2,
+      'max_words': 100,
+    }
+  )
+  # Levels that training does not play.
+  envs.PlaceTwoCubeTest = _like(envs.PlaceTwoCube, split='test')
+  # Bring two cubes to a line.
+  envs.AlignTwoCube = _like(envs.PlaceTwoCube, task='align')
+  envs.AlignTwoCubeTest = _like(envs.AlignTwoCube, split='test')
+  # Make a stack of three cubes.
+  envs.StackThreeCube = _like(envs.PlaceTwoCube, task='stack')
+  envs.StackThreeCubeTest = _like(envs.StackThreeCube, split='test')
+  # Put an apple into a drawer, and close it.
+  envs.PutAppleInDrawer = _like(envs.PlaceTwoCube, task='drawer')
+  envs.PutAppleInDrawerTest = _like(envs.PutAppleInDrawer, split='test')
   # Tasks that programs outside play over HTTP, see docs/agents.md.
   envs.Agent = ConfigDict(
     {

@@ -43,7 +43,7 @@ def observed_images(spec: EnvSpec, processor: ProcessorConfig) -> tuple[int, tup
   if spec.tile is not None:
     rows, columns = spec.env.image_grid
     tile = tile_of(spec, processor)
-    return 1, (rows * tile, columns * tile)
+    return spec.env.image_count, (rows * tile, columns * tile)
   form = spec.env.image_form
   return form.count, smart_resize(form.height, form.width, processor)
 

@@ -200,8 +200,10 @@ class JaxPool(Pool):
       return env.render(self.states)
     images = self._own(self._draw(self._device_states))
     # Copies, because a part of the array would keep all of it in memory.
-    pairs = zip(env.captions(self.states), images, strict=True)
-    return [with_images(text, [image.copy()], self.processor) for text, image in pairs]
+    return [
+      with_images(text, [image.copy() for image in np.split(stack, env.image_count)], self.processor)
+      for text, stack in zip(env.captions(self.states), images, strict=True)
+    ]
 
   def picture(self, row: int) -> np.ndarray | None:
     try:

@@ -11,7 +11,7 @@ from ragen_jax.agent.episode import Episode, Status, Turn
 from ragen_jax.agent.segments import ImageSegment, TextSegment, TokenSegment
 from ragen_jax.agent.trajectory import Trajectory
 from ragen_jax.agent.world_model.state_reward import ReplyReward
-from ragen_jax.envs.scenes import RoomScene, Scene
+from ragen_jax.envs.scenes import RoomScene, Scene, TableScene
 from ragen_jax.models.vision.encoder import digest
 
 
@@ -60,7 +60,8 @@ class Rollout:
 
 # The types of a rollout, for `processes.gather`.
 SENT_TYPES = (
-  Rollout, Trajectory, Episode, Turn, Status, TextSegment, ImageSegment, TokenSegment, Scene, RoomScene, ReplyReward,
+  Rollout, Trajectory, Episode, Turn, Status, TextSegment, ImageSegment, TokenSegment, Scene, RoomScene, TableScene,
+  ReplyReward,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from ragen_jax.envs.dataset.environment import DatasetEnvironment
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
 from ragen_jax.envs.lean.environment import LeanEnvironment
+from ragen_jax.envs.manipulation import Manipulation
 from ragen_jax.envs.navigation import Navigation
 from ragen_jax.envs.outside.base import Session, TextEnvironment
 from ragen_jax.envs.outside.gymnasium import GymnasiumEnvironment
@@ -46,6 +47,7 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'rubik_2x2': Rubik2x2,
   'sudoku': Sudoku,
   'navigation': Navigation,
+  'manipulation': Manipulation,
   'python': PythonEnvironment,
   'gymnasium': GymnasiumEnvironment,
   'http': HttpEnvironment,

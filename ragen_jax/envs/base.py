@@ -308,6 +308,11 @@ class Environment(Game):
     """
     return None
 
+  @property
+  def image_count(self) -> int:
+    """Number of images of an observation; `captions` has as many marks."""
+    return 1
+
   def cells(self, state: Any) -> jax.Array:
     """i32 of shape `image_grid`, the index into `tiles` at each place of a state's image."""
     raise NotImplementedError(f'{self.name} draws no images')
@@ -318,6 +323,8 @@ class Environment(Game):
 
   def pixels(self, state: Any, tile: int) -> jax.Array:
     """An image of the board of one state, u8[rows * tile, columns * tile, 3]. Equal boards have equal images.
+
+    Several images of a state (`image_count`) are below one another.
 
     An image shows what `render` writes with symbols of the board, and nothing of the lines around the board.
 

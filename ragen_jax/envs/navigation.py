@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,16 @@ import numpy as np
 from flax import struct
 
 from ragen_jax.envs import base
+from ragen_jax.envs.batches import batched, one
 from ragen_jax.envs.drawing import navigation as drawing
 from ragen_jax.envs.drawing.tiles import IMAGE_MARK, PICTURE_TILE, check_tile
-from ragen_jax.envs.navigation_rooms import SPLITS, Room, draw_room, no_room
+from ragen_jax.envs.navigation_rooms import Room, draw_room, no_room
 from ragen_jax.envs.navigation_texts import free_steps, write_place, write_state
 from ragen_jax.envs.navigation_view import KINDS, LEVEL, TILTS, can_be_seen, in_view, offsets, poses_after
 from ragen_jax.envs.options import check_choice, check_flag, check_integer, is_number
 from ragen_jax.envs.scenes import RoomScene, Vocabulary, room_vocabulary
 from ragen_jax.envs.solvers import navigation as solver
+from ragen_jax.envs.splits import SPLITS
 
 _NAMES = {
   'thor': ('moveahead', 'moveback', 'moveright', 'moveleft', 'rotateright', 'rotateleft', 'lookup', 'lookdown'),
@@ -38,8 +40,6 @@ _EYE, _CEILING = 1.0, 2.5
 # Rooms that are tried for a level within the bounds of its shortest play.
 MAX_ATTEMPTS = 64
 _MOST_OBJECTS = 8
-# Rows of the smallest compiled program that looks at several states.
-_LEAST_ROWS = 16
 
 
 @struct.dataclass
@@ -87,7 +87,7 @@ class Navigation(base.Environment):
       has such a start; otherwise the level violates them.
     max_path: maximum actions of a level's shortest play, 0 for no bound.
     start: 'any', 'facing' (the target is in view at the start) or 'away' (it is not).
-    split: the part of all rooms that is played, of `navigation_rooms.SPLITS`; parts have no room in common.
+    split: the part of all rooms that is played, of `splits.SPLITS`; parts have no room in common.
     success_reward: the reward of finding the target.
     max_steps: actions after which the game ends.
     picture: rows, and columns, of tiles of a picture. The size of a tile is `tile` of `pixels`.
@@ -133,8 +133,8 @@ class Navigation(base.Environment):
       value = getattr(self, field)
       if not value or len(set(value)) != len(value):
         raise ValueError(f'navigation: {field}={value!r}; allowed: different names of {", ".join(choices)}')
-      for one in value:
-        check_choice('navigation', field, one, choices)
+      for chosen in value:
+        check_choice('navigation', field, chosen, choices)
     for field, choices in (('start', _STARTS), ('split', tuple(SPLITS)), ('names', tuple(_NAMES))):
       check_choice('navigation', field, getattr(self, field), choices)
     check_integer('navigation', 'inner_walls', self.inner_walls, 0, 3)
@@ -351,7 +351,7 @@ class Navigation(base.Environment):
     if not len(np.asarray(states.done)):
       return []
     found = []
-    for i, seen in enumerate(_batched(_seen_by, self, states)):
+    for i, seen in enumerate(batched(_seen_by, self, states)):
       state = one(states, i)
       squared = ((state.room.places - state.player) ** 2).sum(1)
       found.append(sorted(np.flatnonzero(seen).tolist(), key=squared.__getitem__))
@@ -397,23 +397,11 @@ class Navigation(base.Environment):
     states = jax.tree.map(np.asarray, states)
     count = len(states.done)
     shape = (count, len(TILTS), 4, *self.dim)
-    distance = _batched(_distances_of, self, states.room) if count else np.zeros(shape, np.int32)
+    distance = batched(_distances_of, self, states.room) if count else np.zeros(shape, np.int32)
     here = distance[(np.arange(count), states.tilt, states.heading, states.player[:, 0], states.player[:, 1])]
     left = np.minimum(budget.most_actions, self.max_steps - states.steps)
     success = np.where(states.done, states.success, here <= left).astype(np.float32)
     return solver.NavigationSolution(distance, success, budget, self.max_steps, self.success_reward)
-
-
-def one(states: State, i: int) -> State:
-  """One state of a batch."""
-  return jax.tree.map(lambda leaf: np.asarray(leaf)[i], states)
-
-
-def _batched(function, env: Navigation, rows: Any) -> np.ndarray:
-  """The results of a jitted function for N rows; it gets a power of two of them, so that few programs are compiled."""
-  count = len(jax.tree.leaves(rows)[0])
-  padded = np.minimum(np.arange(max(_LEAST_ROWS, 1 << (count - 1).bit_length())), count - 1)
-  return np.asarray(function(env, jax.tree.map(lambda leaf: np.asarray(leaf)[padded], rows)))[:count]
 
 
 @functools.partial(jax.jit, static_argnums=0)

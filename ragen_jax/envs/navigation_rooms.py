@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-# Part of the split -> its tenths of all rooms, as a range.
-SPLITS = {'all': (0, 10), 'test': (0, 1), 'validation': (1, 2), 'train': (2, 10)}
+from ragen_jax.envs.splits import SPLITS, tenth
 
 
 @struct.dataclass
@@ -51,8 +50,8 @@ def draw_room(
     names = jax.lax.top_k(luck[squares : squares + num_names], num_objects)[1].astype(jnp.int32)
     places = jnp.stack(jnp.divmod(cells, dim[1]), axis=1).astype(jnp.int32)
     room = Room(walls, places, names)
-    tenth = tenth_of(room)
-    return key, room, luck[len(luck) - spare :], (tenth >= low) & (tenth < high)
+    part = tenth_of(room)
+    return key, room, luck[len(luck) - spare :], (part >= low) & (part < high)
 
   carry = key, no_room(dim, num_objects), jnp.zeros((spare,)), jnp.bool_(False)
   key, room, luck, _ = jax.lax.while_loop(lambda carry: ~carry[-1], draw, carry)
@@ -69,17 +68,7 @@ def no_room(dim: tuple[int, int], num_objects: int) -> Room:
 def tenth_of(room: Room) -> jax.Array:
   """i32[], the tenth of all rooms, 0 to 9, that a room belongs to: a hash of its walls and objects, in any order."""
   cells = jnp.where(room.walls, 1, 0).at[room.places[:, 0], room.places[:, 1]].set(2 + room.names)
-  cells = cells.reshape(-1).astype(jnp.uint32)
-  places = _mixed(jnp.arange(len(cells), dtype=jnp.uint32))
-  total = _mixed(cells * jnp.uint32(0x9E3779B1) + places).sum(dtype=jnp.uint32)
-  return (_mixed(total) % 10).astype(jnp.int32)
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-  """A permutation of u32 that spreads every bit over all others."""
-  x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-  x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-  return x ^ (x >> 16)
+  return tenth(cells.reshape(-1))
 
 
 def _walls(luck: jax.Array, dim: tuple[int, int]) -> jax.Array:

@@ -1,12 +1,13 @@
 """The things of a state and where they are, seen from the player: what a policy may describe of a state.
 
 A claim about a thing has two parts, each a word of a closed vocabulary: on boards, where the thing is vertically and
-horizontally; in rooms, in which direction and how far away.
+horizontally; in rooms, in which direction and how far away; on tables, at which coordinates, and on or in what.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -23,11 +24,13 @@ class Vocabulary:
     kinds: every kind of thing, in the order of descriptions.
     first: words of the first part.
     second: words of the second part.
+    shown_as: what the things are in: 'board', 'room' or 'table'.
   """
 
   kinds: tuple[str, ...]
   first: tuple[str, ...]
   second: tuple[str, ...]
+  shown_as: str = 'board'
 
   @property
   def shape(self) -> tuple[int, int]:
@@ -56,7 +59,21 @@ DISTANCES = ('near', 'midway', 'far')
 
 def room_vocabulary(kinds: tuple[str, ...]) -> Vocabulary:
   """The words for rooms with objects of some names."""
-  return Vocabulary(kinds, DIRECTIONS, DISTANCES)
+  return Vocabulary(kinds, DIRECTIONS, DISTANCES, 'room')
+
+
+# Coordinates of things on tables are told as whole multiples of this, in millimetres, so within half of it.
+TICK = 20
+# What a thing on a table is on or in; a drawer itself is open or closed.
+HOLDERS, _OF_DRAWERS = ('on the table', 'on a cube', 'in the hand'), ('in the drawer', 'open', 'closed')
+
+
+@functools.lru_cache(maxsize=64)
+def table_vocabulary(kinds: tuple[str, ...], low: Place, high: Place) -> Vocabulary:
+  """The words for tables with things of some names, whose x and y are between bounds, or up to a tick beyond them."""
+  x, y = (range((least - TICK) // TICK * TICK, most + TICK + 1, TICK) for least, most in zip(low, high, strict=True))
+  holders = HOLDERS + _OF_DRAWERS * ('drawer' in kinds)
+  return Vocabulary(kinds, tuple(f'at x {a} y {b}' for a in x for b in y), holders, 'table')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +131,42 @@ class RoomScene(Scene):
   def weight(self, kind: str) -> float:
     """The weight of a name in a score."""
     return 1.0 if kind == self.target else 1.0 / max(len(self.things) - 1, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableScene(Scene):
+  """One state of a table, where `things` have, by name, indices of the words of both parts in place of places.
+
+  There is no player. A drawer, which is at one place until it is pushed, weighs a fifth of an object.
+
+  Attributes:
+    kinds, low, high: see `table_vocabulary`.
+  """
+
+  kinds: tuple[str, ...]
+  low: Place
+  high: Place
+
+  @classmethod
+  def of(cls, things: dict[str, tuple[Place, str]], low: Place, high: Place) -> TableScene:
+    """A scene from the x and y of things in millimetres, and what they are on or in."""
+    words = table_vocabulary(tuple(things), low, high)
+    relations = {}
+    for name, (place, holder) in things.items():
+      x, y = ((number + TICK // 2) // TICK * TICK for number in place)
+      relations[name] = ((words.first.index(f'at x {x} y {y}'), words.second.index(holder)),)
+    return cls((0, 0), relations, words.kinds, low, high)
+
+  @property
+  def words(self) -> Vocabulary:
+    return table_vocabulary(self.kinds, self.low, self.high)
+
+  def relation(self, place: Place) -> tuple[int, int]:
+    """The place itself, see above."""
+    return place
+
+  def weight(self, kind: str) -> float:
+    return 0.2 if kind == 'drawer' else 1.0
 
 
 def make_scenes(player: np.ndarray, boards: dict[str, np.ndarray]) -> list[Scene]:

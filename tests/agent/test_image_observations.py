@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from ragen_jax import envs as registry
-from ragen_jax.agent.image_observations import check_images, image_columns, shows_images, tile_of, with_images
+from ragen_jax.agent.image_observations import (
+  check_images,
+  image_columns,
+  observed_images,
+  shows_images,
+  tile_of,
+  with_images,
+)
 from ragen_jax.agent.pools import make_pool
 from ragen_jax.agent.segments import ImageSegment, TextSegment, images_of, join, written
 from ragen_jax.agent.templates import describe_descriptions, describe_task
@@ -17,6 +24,7 @@ from ragen_jax.agent.world_model.formats import describe_form
 from ragen_jax.envs import Budget
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.game_2048 import Game2048
+from ragen_jax.envs.manipulation import Manipulation
 from ragen_jax.envs.navigation import Navigation
 from ragen_jax.envs.outside.images import ImageForm
 from ragen_jax.envs.sokoban import Sokoban
@@ -24,6 +32,7 @@ from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.envs.sudoku import Sudoku
 from ragen_jax.models.vision.processor import ProcessorConfig, resize
 from ragen_jax.utils.errors import UserError
+from tests.support.images import draw
 
 # Limits as those of the hub: Qwen2.5-VL's processor takes small images, Qwen3-VL's enlarges them.
 SMALL = ProcessorConfig(14, 2, 2, 3136, 12_845_056, (0.5,) * 3, (0.5,) * 3)
@@ -147,3 +156,25 @@ def test_a_pool_shows_the_instruction_and_the_picture():
   pool.step([[4], [6]])
   turned, looked = pool.scenes([0, 1])
   assert turned.heading == (before[0].heading + 1) % 4 and looked.heading == before[1].heading
+
+
+def test_two_cameras_are_two_images_of_an_observation():
+  env = Manipulation(cameras=2, picture=2)
+  assert observed_images(_spec(env), SMALL) == (2, (56, 56)) and image_columns(_spec(env), SMALL) == 2 * (4 + 2)
+  pool = make_pool(_spec(env), 2, 1, SMALL)
+  pool.reset(np.array([3, 4]), np.array([0, 0]))
+  whole = draw(env, pool.states, 28)
+  for row, observation in enumerate(pool.render()):
+    front, above = images_of(observation)
+    np.testing.assert_array_equal(np.concatenate([front, above]), whole[row])
+    assert written(observation).startswith('Positions: red cube (') and 'From above:' in observation[2].text
+
+
+def test_prompts_about_tables_speak_of_tables():
+  spec = _spec(Manipulation(task='drawer'))
+  assert 'Each state is an image of the table.\n' in describe_task(spec, '||')
+  told = describe_descriptions(spec, 'world_modeling')
+  assert told.startswith('\nTo describe a table, write one sentence for the apple and one for the drawer,')
+  assert '"in the drawer"' in told and '"in the drawer"' not in describe_descriptions(
+    _spec(Manipulation()), 'world_modeling'
+  )

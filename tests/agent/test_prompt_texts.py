@@ -18,6 +18,8 @@ from ragen_jax.agent.episode import Turn
 from tests.support.speakers import context_settings
 
 DIGESTS = {
+  'AlignTwoCube': '3921ae800ba8f483',
+  'AlignTwoCubeTest': '3921ae800ba8f483',
   'Bandit': '9e0107667b7f08f4',
   'BanditPairs': 'f4fe33972afc3722',
   'BanditPairsTest': '7864c08b55135ec8',
@@ -35,9 +37,15 @@ DIGESTS = {
   'Navigation': '200def2bf6a58107',
   'NavigationTest': '200def2bf6a58107',
   'NavigationValidation': '200def2bf6a58107',
+  'PlaceTwoCube': 'f395f67513f004f3',
+  'PlaceTwoCubeTest': 'f395f67513f004f3',
+  'PutAppleInDrawer': '99e2a840669315ff',
+  'PutAppleInDrawerTest': '99e2a840669315ff',
   'Rubik2x2': '08da3bc5c423e8a0',
   'SimpleSokoban': '74e5a841e5b43d63',
   'SokobanDifferentGridVocab': 'a5d2bd513292d89f',
+  'StackThreeCube': '401fc479df1e178c',
+  'StackThreeCubeTest': '401fc479df1e178c',
   'Sudoku': '3a64f25cca9931ba',
   'Sudoku9x9': '208998afa34a989e',
 }

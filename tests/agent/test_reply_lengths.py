@@ -93,12 +93,16 @@ def _pieces(text):
 
 
 @pytest.mark.parametrize(
-  'name', ['frozenlake_vision_ppo', 'sokoban_vision_ppo', 'vagen_frozenlake', 'vagen_sokoban', 'vagen_navigation']
-)
+  'name',
+  [
+    'frozenlake_vision_ppo', 'sokoban_vision_ppo', 'vagen_frozenlake', 'vagen_sokoban', 'vagen_navigation',
+    'vagen_manipulation',
+  ],
+)  # fmt: skip
 def test_shipped_configs_have_room_for_complete_replies_in_every_form(name, caplog):
   config = load_config(name, flag='')
-  (spec,) = build.env_specs(config, tuple(config.train.tags), (1,))
-  scenes = _scenes(spec, 200 if spec.tag == 'FrozenLake' else 4)
+  specs = build.env_specs(config, tuple(config.train.tags), (1,) * len(config.train.tags))
+  scenes = [_scenes(spec, 200 if spec.tag == 'FrozenLake' else 4) for spec in specs]
   built_in = config.model.preset in presets.BUILT_IN
   tokenizer = ChatTokenizer(presets.resolve(config.model.preset, ''), images=True) if built_in else None
   for form in _DESCRIBING:
@@ -108,9 +112,10 @@ def test_shipped_configs_have_room_for_complete_replies_in_every_form(name, capl
       return len(tokenizer.encode_once(reply)) + 1 if built_in else _pieces(reply)
 
     # Some tokens are for the reasoning and for further actions.
-    with caplog.at_level(logging.WARNING):
-      warn_if_too_long(
-        spec, complete_replies(spec, form, scenes), count, form=form,
-        max_response_tokens=config.agent.max_response_tokens - 8,
-      )  # fmt: skip
+    for spec, own in zip(specs, scenes, strict=True):
+      with caplog.at_level(logging.WARNING):
+        warn_if_too_long(
+          spec, complete_replies(spec, form, own), count, form=form,
+          max_response_tokens=config.agent.max_response_tokens - 8,
+        )  # fmt: skip
   assert not caplog.records

@@ -79,7 +79,7 @@ def test_options_of_environments_are_those_of_their_classes():
   common = {'type', 'max_turns', 'max_actions', 'max_actions_per_turn', 'max_words', *OPTIONAL}
   for tag, options in default.get_config().envs.items():
     own = {field.name for field in dataclasses.fields(registry.TYPES[options.type])}
-    drawn = options.type in ('frozen_lake', 'sokoban', 'game_2048', 'rubik_2x2', 'sudoku', 'navigation')
+    drawn = options.type in ('frozen_lake', 'sokoban', 'game_2048', 'rubik_2x2', 'sudoku', 'navigation', 'manipulation')
     assert set(options) == common | own | ({'observation', 'tile'} if drawn else set()), tag
 
 

@@ -22,6 +22,7 @@ ACTIONS = {
   'rubik_2x2': ("u'", 1, "U'"),
   'sudoku': ('1,2,3', (1, 2, 3), 'place 3 at row 1 col 2'),
   'navigation': (' RotateLeft', 5, 'rotateleft'),
+  'manipulation': ('PICK(1,-2,20)', (0, 1, -2, 20, 0, 0, 0), 'pick(1, -2, 20)'),
 }
 
 

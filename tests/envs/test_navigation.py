@@ -13,7 +13,8 @@ from ragen_jax.agent.world_model.descriptions import describe, possible_claims, 
 from ragen_jax.agent.world_model.state_reward import score_description
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.navigation import MAX_ATTEMPTS, Navigation
-from ragen_jax.envs.navigation_rooms import SPLITS, draw_room, tenth_of
+from ragen_jax.envs.navigation_rooms import draw_room, tenth_of
+from ragen_jax.envs.splits import SPLITS
 from tests.support.environments import batch, make_levels, one, raises_one_line, step
 from tests.support.games.navigation import COUNT, ENV, Room, levels, make_state
 

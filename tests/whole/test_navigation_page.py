@@ -69,6 +69,5 @@ def test_the_benchmarks_measure(monkeypatch):
       set(told['descriptions']) == {'another room', 'constant claim'} and told['descriptions']['constant claim'] > 0
     )
   with benchmark('images') as module:
-    monkeypatch.setattr(module, 'ROOMS', {'16x16': (env, 8)})
-    (told,) = module.measure_rooms(quick=True)['cases'].values()
+    (told,) = module.measure_pictures({'16x16': (env, 8)}, quick=True)['cases'].values()
     assert min(told.values()) > 0

@@ -1,10 +1,11 @@
 """Descriptions of a state by relations to the player: the true one of a scene, and the claims that a text makes.
 
 A relation has two parts, such as where a thing is vertically and horizontally, seen from the player. The words are a
-closed vocabulary, that of boards or that of a room's objects, and a claim is one sentence of a fixed form:
+closed vocabulary, that of boards, of a room's objects or of a table's, and a claim is one sentence of a fixed form:
 
   the box is above and to the left; the target is in the same row and to the right
   the red ball is ahead to the left and near
+  the red cube is at x -40 y 120 and on the table
 
 Text that is no claim has no effect. Claims are found in one pass over the text, so no text takes long or raises.
 """
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragen_jax.envs.scenes import BOARD, Scene, Vocabulary
+from ragen_jax.envs.scenes import BOARD, TICK, Scene, Vocabulary
 
 # Between two claims.
 CLAIM_SEP = '; '
@@ -74,8 +75,8 @@ def describe(scene: Scene) -> str:
   """The description of a scene, one claim for each thing."""
   claims = []
   for kind, counts in true_relations(scene).items():
-    for (row, column), count in np.ndenumerate(counts):
-      claims += [write_claim(kind, row, column, scene.words)] * int(count)
+    for row, column in np.argwhere(counts):
+      claims += [write_claim(kind, row, column, scene.words)] * int(counts[row, column])
   return CLAIM_SEP.join(claims)
 
 
@@ -93,7 +94,13 @@ def possible_claims(words: Vocabulary) -> list[str]:
 def claim_rules(words: Vocabulary) -> str:
   """The request for descriptions in a prompt, with the kinds that a game has."""
   kinds = words.kinds
-  if words.first != BOARD.first:
+  if words.shown_as == 'table':
+    return (
+      f'To describe a table, write one sentence for the {" and one for the ".join(kinds)}, separated by semicolons, '
+      f'such as "the {kinds[0]} is at x X y Y and H". X and Y are its x and y as the nearest multiples of {TICK}; H is '
+      f'{_or(words.second)}. Write no other words.'
+    )
+  if words.shown_as == 'room':
     return (
       'To describe a room, write one sentence for the object that you look for and for each other object in view, '
       f'separated by semicolons, such as "the {kinds[0]} is D and F". D is {_or(words.first)}; F is '

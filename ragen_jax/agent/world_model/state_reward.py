@@ -112,15 +112,16 @@ def _most_pairs(claimed: np.ndarray, true: np.ndarray) -> int:
   """The most pairs that share a row or a column of the relations, each used at most as often as counted, i64[R, C].
 
   By max-flow min-cut it is the smallest cut: claims outside a set of relations, and things that share a part with it.
-  The smallest cut has a set of all relations in some rows and some columns.
+  The smallest cut has a set of all relations in some rows and some columns. For a set of columns, each row is chosen by
+  itself, so there are 2^C sets to compare.
   """
-  chosen, reached = _cuts(*claimed.shape)
-  return int((~chosen @ claimed.reshape(-1) + reached @ true.reshape(-1)).min())
+  columns = _subsets(claimed.shape[1])  # [C, 2^C]
+  within = claimed @ ~columns + true.sum(1, keepdims=True)  # [R, 2^C]
+  without = claimed.sum(1, keepdims=True) + true @ columns
+  return int(np.minimum(within, without).sum(0).min())
 
 
 @functools.cache
-def _cuts(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-  """bool[2^R * 2^C, R * C] twice: relations in both a set of rows and one of columns, and those in either set."""
-  row_sets, column_sets = (np.array(list(itertools.product((False, True), repeat=n))) for n in (rows, columns))
-  own, other = row_sets[:, None, :, None], column_sets[None, :, None, :]
-  return tuple(x.reshape(-1, rows * columns) for x in (own & other, own | other))
+def _subsets(count: int) -> np.ndarray:
+  """bool[count, 2^count], all sets of so many things."""
+  return np.array(list(itertools.product((False, True), repeat=count))).T
