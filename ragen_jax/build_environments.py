@@ -58,7 +58,7 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
         env = registry.make(env_type, options)
       env.check_budget(budget)
     except ValueError as e:
-      raise UserError(f'envs.{tag}: {e}') from e
+      raise UserError(f'envs.{tag}: {_without_type(str(e), env_type)}') from e
     if shown in ('image', 'text') and (env.is_outside or env.image_grid is None):
       told = 'draws no images' if shown == 'image' else 'has no such option, since it draws no images'
       raise UserError(f'envs.{tag}.observation={shown!r}: {env.name} {told}')
@@ -113,14 +113,20 @@ def check_needs(
         env.check()
         env.check_episodes(episodes.get(tag, 1))
     except ValueError as e:
-      raise UserError(f'envs.{_setting_tag(envs, tag, str(e))}: {one_line(e, str)}') from e
+      told = _without_type(one_line(e, str), env.name)
+      raise UserError(f'envs.{_setting_tag(envs, tag, told)}: {told}') from e
     except Exception as e:
       raise UserError(f'envs.{tag}: check failed ({describe_error(e)})') from e
 
 
+def _without_type(message: str, env_type: str) -> str:
+  """A message without the type of the environment at its beginning, where the tag says it."""
+  return message.removeprefix(f'{env_type}: ')
+
+
 def _setting_tag(envs: Mapping[str, Mapping[str, Any]], tag: str, message: str) -> str:
   """The tag in which people set the field that a message names first: held-out tags follow their training tag."""
-  found = re.match(r'\w+: (\w+)=', message)
+  found = re.match(r'(\w+)=', message)
   if found is None or found[1] not in envs.get(tag, ()):
     return tag
   same = [x for x in envs if tag.startswith(x) and all(envs[x].get(y) == envs[tag].get(y) for y in ('type', found[1]))]

@@ -112,7 +112,7 @@ def test_a_server_that_is_not_there_is_told_of_and_one_that_is_gets_no_request()
     connection, _ = server.accept()
     with connection:
       assert connection.recv(10) == b''
-  with pytest.raises(UserError, match=rf"^envs\.Far: http: url='{url}': no server can be reached there \(Connection"):
+  with pytest.raises(UserError, match=rf"^envs\.Far: url='{url}': no server can be reached there \(Connection"):
     check_needs([spec])
 
 
@@ -126,11 +126,11 @@ def test_a_server_that_is_not_there_is_told_of_and_one_that_is_gets_no_request()
 )
 def test_an_error_names_the_tag_where_the_field_is_set(changes, tag):
   config = small_config(**{name.replace('.', '__'): value for name, value in changes.items()})
-  with pytest.raises(UserError, match=rf'^envs\.{tag}: dataset: path='):
+  with pytest.raises(UserError, match=rf'^envs\.{tag}: path='):
     check_needs(env_specs(config, ('DatasetTest',), (1,)), envs=config.envs)
 
 
 def test_a_package_that_is_not_set_is_named_at_its_training_tag():
   config = small_config()
-  with pytest.raises(UserError, match=r"^envs\.Verifiers: verifiers: package=''; allowed: text that is not blank"):
+  with pytest.raises(UserError, match=r"^envs\.Verifiers: package=''; allowed: text that is not blank"):
     check_needs(env_specs(config, ('VerifiersTest',), (1,)), envs=config.envs)

@@ -99,7 +99,7 @@ def test_the_tags_are_the_parts_of_the_same_data(tmp_path):
   (spec,) = build.env_specs(config, ('ALFWorld',), (1,))
   assert (spec.env.split, spec.env.tasks, spec.budget) == ('train', ('pick_two_obj_and_place',), Budget(7, 50, 1))
   config.envs.ALFWorld.processes = 0
-  assert_refused(check_config, config, r'^envs\.ALFWorld: alfworld: processes=0; allowed: from 1')
+  assert_refused(check_config, config, r'^envs\.ALFWorld: processes=0; allowed: from 1')
 
 
 def test_seeds_play_all_games_of_the_part_before_one_comes_again(data):

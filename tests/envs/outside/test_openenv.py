@@ -333,7 +333,7 @@ def test_a_check_asks_for_health_schema_and_as_many_sessions_as_episodes(server)
   told = (
     'the server has 3 sessions free, and 5 episodes are played at a time; allowed: a server with max_concurrent_envs=5'
   )
-  with pytest.raises(UserError, match=rf"^envs\.Far: openenv: url='{server.url}': {told} or more, or fewer groups \("):
+  with pytest.raises(UserError, match=rf"^envs\.Far: url='{server.url}': {told} or more, or fewer groups \("):
     check(env, 5)
   assert not server.open
   # Errors of the environment itself are no reason: some have no state before their first reset.

@@ -204,7 +204,7 @@ def test_tags_configs_and_errors_before_a_run():
   (spec,) = build.env_specs(config, ('SVGTest',), (1,))
   assert (spec.env.split, spec.env.grid, spec.actions_a_turn, spec.budget.max_turns) == ('test', 5, 1, 2)
   config.envs.SVG.weights.edges = -1.0
-  assert_refused(check_config, config, r'^envs\.SVG: svg: weights=')
+  assert_refused(check_config, config, r'^envs\.SVG: weights=')
   config.envs.SVG.weights.edges = 1.0
   config.agent.max_context = 450
   with pytest.raises(UserError, match=r'^envs\.SVG\.images=2: the images of an observation need'):

@@ -141,7 +141,7 @@ def test_the_tags_are_parts_of_the_same_games(tmp_path):
   test = config.envs.TextWorldTest
   assert (test.path, test.max_turns, test.split) == (str(tmp_path), 7, 'test')
   config.envs.TextWorld.processes = 0
-  assert_refused(check_config, config, r'^envs\.TextWorld: textworld: processes=0; allowed: from 1')
+  assert_refused(check_config, config, r'^envs\.TextWorld: processes=0; allowed: from 1')
   config.envs.TextWorld.processes = 2
   (spec,) = build.env_specs(config, ('TextWorld',), (1,))
   assert (spec.env.split, spec.env.games, spec.budget) == ('train', 100, Budget(7, 10, 1))
