@@ -247,7 +247,7 @@ def test_the_solver_answers_and_calls_are_written(env, qwen):
 )
 def test_people_type_calls_as_text(env, typed, meant):
   assert env.typed(typed) == meant
-  assert 'book[{"city": text' in env.typing_help and 'finish[answer] gives your answer.' in env.typing_help
+  assert 'book[{"city": text' in env.typing_help and 'finish[answer] gives your answer.\nAny other' in env.typing_help
 
 
 def test_in_text_nothing_is_changed(env):
@@ -293,5 +293,8 @@ def test_a_person_plays_with_the_model_s_prompts(env, tmp_path, monkeypatch):
   out = io.StringIO()
   play_mode(config, io.StringIO('shout[a]\nprompt\nfinish[Ada]\n'), out)
   shown = out.getvalue()
-  assert 'shout[text] Writes a text in capitals.' in shown and 'shout: A\n> ' in shown and 'Won. Success: 1' in shown
+  # One rule for the model's replies, and how a person types them.
+  assert shown.count('A reply has one call of a tool, or your answer.') == 1 and 'An answer is one call' not in shown
+  assert 'You type:\nshout[text] Writes a text in capitals.' in shown
+  assert 'shout: A\n> ' in shown and 'Won. Success: 1' in shown
   assert '<tool_call>\n{"name": "shout", "arguments": {"text": "a"}}\n</tool_call><|im_end|>' in shown

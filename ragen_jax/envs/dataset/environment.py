@@ -168,8 +168,8 @@ class DatasetEnvironment(TextEnvironment):
 
   @property
   def typing_help(self) -> str:
-    """See `Game`: a person calls tools as a policy does whose prompt describes them."""
-    return self._toolbox.usages(self._finish_help) if self._in_template else ''
+    """See `Game`: a person calls tools as a policy does whose rules describe them."""
+    return self._toolbox.typing_help(self._finish_help) if self._in_template else ''
 
   def typed(self, text: str) -> str:
     """See `Game`."""

@@ -167,26 +167,26 @@ class Toolbox:
   def rules(self, finish_help: str = 'gives your answer and ends the episode') -> str:
     """The lines of the prompt about the tools. If the template lists them, they only say how often they are called."""
     if not self.in_template:
-      return self.usages(finish_help)
+      lines = ['An answer is one call, written as follows:', *self._usages(finish_help)]
+      return '\n'.join(lines + ['Any other text is taken for your answer.'] * self.free_text_is_answer)
     limits = [f'{tool.name} {_often(tool)}' for tool in self.tools.values() if tool.budget]
     return 'A reply has one call of a tool, or your answer.' + (
       f' In an episode you may call {", ".join(limits)}.' if limits else ''
     )
 
-  def usages(self, finish_help: str) -> str:
-    """What each tool does, how it is called in the text of an answer, and how often."""
-    lines = ['An answer is one call, written as follows:']
-    for tool in self.tools.values():
-      lines.append(
-        f'{tool.usage} {tool.help.rstrip(".")}' + (f'; {_often(tool)} in an episode.' if tool.budget else '.')
-      )
-    lines.append(f'{_FINISH_USAGE} {finish_help}.')
-    if self.free_text_is_answer:
-      lines.append('Any other text is taken for your answer.')
-    return '\n'.join(lines)
+  def _usages(self, finish_help: str) -> list[str]:
+    """What each tool does, how it is called in the text of an answer, and how often; and how the answer is given."""
+    often = {name: f'; {_often(tool)} in an episode' * bool(tool.budget) for name, tool in self.tools.items()}
+    calls = [f'{tool.usage} {tool.help.rstrip(".")}{often[name]}.' for name, tool in self.tools.items()]
+    return [*calls, f'{_FINISH_USAGE} {finish_help}.']
+
+  def typing_help(self, finish_help: str) -> str:
+    """How a person writes the calls that the policy writes in the form of its chat template; see `typed`."""
+    head = 'The model calls tools in the form of its chat template. You type:'
+    return '\n'.join([head, *self._usages(finish_help), 'Any other text is your answer, too.'])
 
   def typed(self, text: str) -> str:
-    """The answer that a person means by a text in the form of `usages`."""
+    """The answer that a person means by a text in the form of `typing_help`."""
     name = argument = ''
     try:
       name, argument = read_call(text, (*self.tools, FINISH)) or ('', '')
