@@ -333,6 +333,8 @@ def by_tag() -> ConfigDict:
       'test_share': 0.1,
       # Whether the policy may execute commands on this machine, as some packages want.
       'allow_commands': False,
+      # Seconds of a call of a tool, with its repetitions; a package with a harness of its own has its own limits.
+      'tool_timeout_s': 30.0,
       # Worker processes of the package.
       'processes': 1,
       # Memory that each of them may write to, in MiB (on Linux); 0 for no limit.

@@ -57,6 +57,7 @@ class PackageSettings:
   environment: str
   limit: int
   allow_commands: bool
+  tool_timeout_s: float
   python: str
   processes: int
   memory_mib: int
@@ -75,6 +76,7 @@ class VerifiersTasks(TextEnvironment):
     split: 'train' or 'test' plays a part of the tasks, 'all' plays all.
     test_share: about this share of the tasks is in the test part.
     allow_commands: whether the policy may execute commands on this machine, as some packages want.
+    tool_timeout_s: time limit of a call of a tool, with its repetitions, in a conversation that this project holds.
     processes: worker processes.
     memory_mib: memory that each of them may write to (on Linux); 0 for no limit.
     start_timeout_s: time limit of the start of a process, in which it loads the tasks.
@@ -92,6 +94,7 @@ class VerifiersTasks(TextEnvironment):
   split: str = 'all'
   test_share: float = 0.1
   allow_commands: bool = False
+  tool_timeout_s: float = 30.0
   processes: int = 1
   memory_mib: int = 0
   start_timeout_s: float = 600.0
@@ -106,7 +109,8 @@ class VerifiersTasks(TextEnvironment):
     check_flag('verifiers', 'allow_commands', self.allow_commands)
     check_integer('verifiers', 'processes', self.processes, 1, MOST_WORKERS)
     check_processes('verifiers', self.processes, self.memory_mib, 1)
-    check_seconds('verifiers', 'start_timeout_s', self.start_timeout_s)
+    for field in ('tool_timeout_s', 'start_timeout_s'):
+      check_seconds('verifiers', field, getattr(self, field))
     for field in ('options', 'environment'):
       value = check_mapping('verifiers', field, getattr(self, field))
       try:
@@ -188,7 +192,8 @@ class Package:
     """Starts nothing."""
     s = settings
     self._settings = s
-    arguments = (s.package, json.loads(s.options), json.loads(s.environment), s.limit, s.allow_commands)
+    options, environment = json.loads(s.options), json.loads(s.environment)
+    arguments = (s.package, options, environment, s.limit, s.allow_commands, s.tool_timeout_s)
     limits = {'memory_mib': s.memory_mib, 'start_timeout_s': s.start_timeout_s, 'python': s.python}
     self._hosts = [
       _Host(Worker(_FACTORY, arguments, name=f'verifiers: {s.package} {i}', **limits)) for i in range(s.processes)

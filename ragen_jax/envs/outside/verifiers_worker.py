@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import openai
@@ -51,23 +51,45 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
     self, ctx: vf.ModelContext, trace: vf.Trace, runtime: vf.Runtime, endpoint: str, secret: str,
     mcp_urls: dict[str, str], data: vf.TaskData,
   ) -> vf.ProgramResult:  # fmt: skip
-    """See `verifiers.v1.Harness`. Ends with the conversation so far if the next prompt does not fit."""
+    """See `verifiers.v1.Harness`. Ends with the conversation so far if the next prompt does not fit.
+
+    A call of a tool may take `config.tool_timeout`, with the repetitions of the library, which would go on for minutes
+    if the server of the tool has ended.
+    """
+    limit = self.config.tool_timeout
     system, prompt = self.resolve_prompt(data)
     messages = [{'role': 'system', 'content': system}] if system else []
     if isinstance(prompt, str):
       messages.append({'role': 'user', 'content': prompt})
     else:
       messages += [message_to_wire(message) for message in prompt or ()]
-    servers = {name: {'url': url, 'timeout': self.config.tool_timeout} for name, url in mcp_urls.items()}
+    servers = {name: {'url': url, 'timeout': limit} for name, url in mcp_urls.items()}
     async with contextlib.AsyncExitStack() as stack:
       policy = await stack.enter_async_context(openai.AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None))
-      tools, origins, connections = await connect_mcp({'mcpServers': servers}, stack)
+      async with _at_most(limit, 'the list of tools'):
+        tools, origins, connections = await connect_mcp({'mcpServers': servers}, stack)
       with contextlib.suppress(_NoRoom):
         while calls := await _reply(policy, ctx.model, messages, tools):
           for call in calls:
-            content = await _called(call, origins, connections)
+            async with _at_most(limit, f'the tool {call.function.name}'):
+              content = await _called(call, origins, connections)
             messages.append({'role': 'tool', 'tool_call_id': call.id, 'content': content})
     return vf.ProgramResult(exit_code=0, stdout='', stderr='')
+
+
+@contextlib.asynccontextmanager
+async def _at_most(limit_s: float, what: str) -> AsyncIterator[None]:
+  """Context manager: raises RuntimeError, which names `what`, if its block takes longer.
+
+  The library says of a TimeoutError that the whole conversation took too long.
+  """
+  try:
+    async with asyncio.timeout(limit_s) as timer:
+      yield
+  except TimeoutError as e:
+    if not timer.expired():
+      raise
+    raise RuntimeError(f'{what} took longer than {limit_s:g} s') from e
 
 
 class _NoRoom(Exception):
@@ -104,8 +126,9 @@ class VerifiersWorker:
   """A package, whose tasks are loaded, and its rollouts."""
 
   def __init__(
-    self, package: str, options: Mapping[str, Any], environment: Mapping[str, Any], limit: int, allow_commands: bool
-  ):
+    self, package: str, options: Mapping[str, Any], environment: Mapping[str, Any], limit: int, allow_commands: bool,
+    tool_timeout_s: float,
+  ):  # fmt: skip
     """Loads the package and its tasks; see `VerifiersTasks` for the arguments.
 
     Raises:
@@ -118,7 +141,7 @@ class VerifiersWorker:
     own = [entry for entry in own if not entry.startswith((sys.prefix, sys.base_prefix))]
     os.environ['PYTHONPATH'] = os.pathsep.join(own)
     sys.modules[_CHAT] = sys.modules[__name__]
-    self._env = _loaded(package, options, environment, allow_commands)
+    self._env = _loaded(package, options, environment, allow_commands, tool_timeout_s)
     if not self._env.taskset.bounded and not limit:
       raise ValueError('the package has tasks without end; limit must be above 0')
     self._tasks = list(itertools.islice(self._env.taskset, limit or None))
@@ -208,7 +231,9 @@ async def _finished(task: asyncio.Task) -> None:
   await task
 
 
-def _loaded(package: str, options: Mapping[str, Any], environment: Mapping[str, Any], allow_commands: bool) -> vf.Env:
+def _loaded(
+  package: str, options: Mapping[str, Any], environment: Mapping[str, Any], allow_commands: bool, tool_timeout_s: float
+) -> vf.Env:
   """The environment of a package; ValueError of one line if it cannot be made, or has parts that are not supported."""
   given = copy.deepcopy(dict(environment))
   try:
@@ -218,7 +243,7 @@ def _loaded(package: str, options: Mapping[str, Any], environment: Mapping[str, 
       seat = given.setdefault(roles[0], {})
       seat.setdefault('runtime', {'type': 'subprocess'})
       if seat.get('harness') is None and default_harness_id(package) == _SHELL:
-        seat['harness'] = {'id': _CHAT}
+        seat['harness'] = {'id': _CHAT, 'tool_timeout': tool_timeout_s}
       config = resolve_env_config({**given, 'taskset': {**options, 'id': package}})
     env = load_environment(config)
   except ValidationError as e:

@@ -116,6 +116,7 @@ def play(made, answers, index=4, turns=3):
     ({'limit': -1}, r'verifiers: limit=-1; allowed'),
     ({'processes': 0}, r'verifiers: processes=0; allowed'),
     ({'allow_commands': 1}, r'verifiers: allow_commands=1; allowed'),
+    ({'tool_timeout_s': 0}, r'verifiers: tool_timeout_s=0; allowed: seconds, above 0'),
     ({'python': 'no-such-python'}, r"verifiers: python='no-such-python'; allowed"),
     ({'pakage': 'x'}, r"pakage is not an option of verifiers; did you mean 'package'\?"),
   ],
@@ -281,6 +282,53 @@ def test_a_package_that_ends_its_process_or_holds_it_is_started_again(package, m
     outcome, _ = play(made, [reply('hold')])
     assert isinstance(outcome, Fault) and outcome.kind.startswith('code of the package held its process for')
     assert play(made, [reply('4')])[0]['rewards'] == {'right': 3.0}
+
+
+TOOLS = """
+import asyncio, os
+import verifiers.v1 as vf
+
+class Both(vf.Toolset[vf.ToolsetConfig]):
+  @vf.tool
+  async def act(self, what: str) -> str:
+    if what == 'die':
+      os._exit(3)
+    await asyncio.sleep(99.0 if what == 'sleep' else 0.0)
+    return what
+
+class Tasks(vf.Taskset[vf.Task[vf.TaskData], vf.TasksetConfig]):
+  def load(self):
+    yield vf.Task(vf.TaskData(prompt='Act.'), self.config.task)
+
+  @classmethod
+  def toolsets(cls, config):
+    return [Both(vf.ToolsetConfig())]
+
+__all__ = ['Tasks']
+
+if __name__ == '__main__':
+  Both.run()
+"""
+
+
+@pytest.mark.slow
+def test_a_tool_that_hangs_or_is_dead_is_a_fault_at_its_time_limit(package, tmp_path, monkeypatch):
+  (tmp_path / 'dying_tools.py').write_text(TOOLS, encoding='utf-8')
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setenv('PYTHONPATH', os.pathsep.join([str(tmp_path), os.environ['PYTHONPATH']]))
+
+  def call(argument):
+    function = {'name': 'both_act', 'arguments': json.dumps({'what': argument})}
+    return reply(None, tool_calls=[{'id': '0', 'type': 'function', 'function': function}])
+
+  with contextlib.closing(make('dying-tools', tool_timeout_s=6.0).connection) as made:
+    outcome, asked = play(made, [call('well'), reply('done')], index=0)
+    assert not isinstance(outcome, Fault), outcome
+    assert asked[1][2]['messages'][-1]['content'] == 'well'
+    for what in ('sleep', 'die'):
+      outcome, asked = play(made, [call(what)], index=0)
+      assert isinstance(outcome, Fault) and 'the tool both_act took longer than 6 s' in outcome.detail, outcome
+      assert len(asked) == 1
 
 
 @pytest.mark.slow
