@@ -165,6 +165,7 @@ def test_ragens_keys_have_our_fields_and_values():
     for line in _text(ROOT / 'docs' / 'from_ragen.md').splitlines()
     if line.startswith('|')
   ]
+  assert 'not built in' not in _text(ROOT / 'docs' / 'from_ragen.md').lower()
   rows = [row for row in rows if len(row) == 5 and row[0] != 'RAGEN' and not row[0].startswith('---')]
   assert len(rows) > 80
   for _, _, ours, value, remark in rows:
