@@ -117,7 +117,7 @@ def chunked(
 
 @jax.custom_vjp
 def _inverse(a: jax.Array) -> jax.Array:
-  """(1 + a)^-1 of strictly lower triangular matrices [..., C, C]; C is a power of two.
+  """(1 + a)^-1 of strictly lower triangular matrices [N, ..., C, C]; C is a power of two.
 
   By halves: the inverse of ((x, 0), (y, z)) has -z^-1 y x^-1 below x^-1 and z^-1. Unlike a sum of powers of `a` this
   loses no bits where equal keys make the powers large, and unlike a substitution it consists of products.
@@ -130,8 +130,9 @@ def _inverse(a: jax.Array) -> jax.Array:
       rows.append(jnp.eye(size, dtype=a.dtype)[i] - jnp.sum(a[..., i, :i, None] * known, axis=-2))
     return jnp.stack(rows, axis=-2)
   half = size // 2
-  both = _inverse(jnp.stack([a[..., :half, :half], a[..., half:, half:]], axis=-3))
-  first, second = both[..., 0, :, :], both[..., 1, :, :]
+  # One behind the other along the first axis, which no mesh divides: each axis more would be one of the products too,
+  # and XLA's CPU (jaxlib 0.10.2) crashes in products with many of them.
+  first, second = jnp.split(_inverse(jnp.concatenate([a[..., :half, :half], a[..., half:, half:]])), 2)
   below = -jnp.matmul(second, jnp.matmul(a[..., half:, :half], first, precision=_EXACT), precision=_EXACT)
   above = jnp.zeros_like(below)
   return jnp.concatenate([jnp.concatenate([first, above], axis=-1), jnp.concatenate([below, second], axis=-1)], axis=-2)

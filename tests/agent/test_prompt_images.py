@@ -76,7 +76,7 @@ def test_the_size_of_the_table_does_not_depend_on_the_images():
 
 def test_prompts_of_text_read_an_empty_table():
   found = PromptImages(_Encoder(), TOWER, _ROOM).columns([_prompt(5, 6), None], {}, 4)
-  assert (found.index == -1).all() and found.features.embeddings.shape == (1, 3)
+  assert (found.index == -1).all() and found.features.embeddings.shape == (2, 3)  # one row for each prompt
   assert not found.features.embeddings.any()
 
 

@@ -68,7 +68,7 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
     ({'algorithm.step_gamma': 1.5}, r'^algorithm\.step_gamma=1\.5: must be between 0 and 1$'),
     ({'algorithm.high_level_lam': 1.5}, r'^algorithm\.high_level_lam=1\.5: must be at most 1; negative is the same as'),
     ({'monitor.ema_decay': 1.0}, r'^monitor\.ema_decay=1\.0: must be at least 0 and below 1$'),
-    ({'monitor.min_signals': 5}, r'^monitor\.min_signals=5: there are only 4 signals$'),
+    ({'monitor.min_signals': 6}, r'^monitor\.min_signals=6: there are only 5 signals$'),
     *(
       ({'monitor.spike_factor': x}, rf'^monitor\.spike_factor={x}: must be 0 \(off\) or above 1$')
       for x in (-1.0, 0.5, 1.0)
