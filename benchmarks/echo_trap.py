@@ -62,7 +62,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 SEARCHED = (5e-4, 1e-3, 2e-3, 4e-3)
 # Chosen by the search: the learning rates of the comparison. The figure shows the last one.
-RATES = {'FrozenLake': (2e-3, 4e-3), 'SimpleSokoban': (2e-3,), 'Bandit': (1e-3,)}
+RATES = {'FrozenLake': (4e-3, 2e-3), 'SimpleSokoban': (2e-3,), 'Bandit': (1e-3,)}
 SEEDS = (0, 1, 2, 3, 4)
 _WINDOW = 5
 # Name in the JSON file -> name in the metrics of a run; TAG is the game.
@@ -116,11 +116,16 @@ def _rounded(x: float | None) -> float | None:
 def collapsed_at(success: list[float]) -> int | None:
   """The iteration, from 1, after which the mean over five iterations stays below a half of its maximum; None if it
   is above at the end, or if it has never been above 0."""
-  means = [statistics.fmean(success[max(i - _WINDOW + 1, 0) : i + 1]) for i in range(len(success))]
+  means = _means(success)
   half = max(means) / 2
   if means[-1] >= half:
     return None
   return max(i for i, mean in enumerate(means) if mean >= half) + 1
+
+
+def _means(values: list[float]) -> list[float]:
+  """The mean of each value and the four before it."""
+  return [statistics.fmean(values[max(i - _WINDOW + 1, 0) : i + 1]) for i in range(len(values))]
 
 
 def warned_at(curves: dict[str, list[float | None]]) -> int | None:
@@ -168,7 +173,7 @@ def summary(runs: dict[str, dict]) -> dict[str, dict]:
 
 
 def draw(runs: dict[str, dict], path: pathlib.Path) -> None:
-  """A row of panels for each game: four curves of StarPO and StarPO-S, one line for each seed."""
+  """A row of panels for each game: four curves, as means over five iterations, with a line for each seed."""
   import matplotlib
 
   matplotlib.use('Agg')
@@ -191,7 +196,7 @@ def draw(runs: dict[str, dict], path: pathlib.Path) -> None:
         for i, seed in enumerate(SEEDS):
           found = runs.get(name_of((game, setting, RATES[game][-1], seed)))
           if found:
-            y = [math.nan if x is None else x for x in found['curves'][curve]]
+            y = _means([math.nan if x is None else x for x in found['curves'][curve]])
             axis.plot(range(1, len(y) + 1), y, color=colour, linewidth=0.9, label=setting if i == 0 else None)
       axis.set_title(f'{game}: {title}', fontsize=9)
       axis.grid(alpha=0.3)
