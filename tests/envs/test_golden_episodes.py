@@ -133,6 +133,7 @@ def test_searchqa_pays_an_exact_match_or_the_f1_from_0_3(tokenizer, tmp_path, go
 
 
 def test_searchqa_finds_passages_and_takes_other_text_for_an_answer_if_asked(tokenizer, tmp_path):
+  pytest.importorskip('bm25s', reason='needs requirements-data.txt')
   corpus = [{'id': str(i), 'contents': f'"{x}"\n{x} was here.'} for i, x in enumerate(('Ada Lovelace', 'Byron'))]
   tools = {
     'search': {'retriever': f'bm25:{write_lines(tmp_path / "corpus.jsonl", corpus)}', 'top_k': 1},
