@@ -74,13 +74,16 @@ def input_axes(path: str) -> tuple[int, ...] | None:
 def quantised(kernel: jax.Array | np.ndarray, axes: tuple[int, ...]) -> Int8:
   """The nearest `Int8`: each number changes by at most half the scale of its output.
 
-  The scale is a 127th of an output's largest number; 1 for an output without weights. An array of the host stays there.
+  The scale is a 127th of an output's largest number; 1 for an output without weights, and not finite for one with a
+  number that is not, so that its products are NaN, too. An array of the host stays there.
   """
   xp: Any = np if isinstance(kernel, np.ndarray) else jnp
   kernel = kernel.astype(np.float32)
   scale = xp.max(xp.abs(kernel), axis=axes, keepdims=True) * np.float32(1 / _LARGEST)
-  scale = xp.where(scale > 0, scale, np.float32(1))
-  return Int8(xp.clip(xp.round(kernel / scale), -_LARGEST, _LARGEST).astype(np.int8), scale)
+  scale = xp.where(scale == 0, np.float32(1), scale)
+  finite = xp.isfinite(scale)
+  numbers = xp.round(xp.where(finite, kernel, 0) / xp.where(finite, scale, 1))
+  return Int8(xp.clip(numbers, -_LARGEST, _LARGEST).astype(np.int8), scale)
 
 
 def scale_sharding(path: str, shape: tuple[int, ...], like: Sharding | None) -> Sharding | None:

@@ -225,8 +225,7 @@ def update_memory(
       stacked += _bytes(trained[name]['layers'], mesh, size, optimizer_shardings)
       if platform == 'tpu':
         layers += _bytes(trained[name]['layers'], mesh, size + 4, optimizer_shardings)
-    in_8_bits = sum(x.size for x in jax.tree.leaves(params[name]['layers']) if x.dtype == np.int8)
-    layers += size * in_8_bits // (c.num_layers * tensor)
+    layers += size * _in_8_bits(params[name]) // (c.num_layers * tensor)
     layers += _gradient_of_experts(c, _rank(params[name]), tensor)
     if mesh.shape['fsdp'] > 1:
       layers += 2 * _bytes(params[name]['layers'], None, size) // (c.num_layers * tensor)
@@ -251,8 +250,7 @@ def update_memory(
       scores = max(scores, 3 * 4 * width * c.num_heads // tensor)
   layers += stacked
   c, size = model.model.policy.cfg, np.dtype(dtype or model.model.policy.dtype).itemsize
-  embedding = c.vocab_size * c.hidden_size // tensor
-  logits = 4 * c.vocab_size // tensor
+  embedding, logits = c.vocab_size * c.hidden_size // tensor, 4 * c.vocab_size // tensor
   if model.model.policy.attention.by_row:
     head_type = params['policy']['embed_tokens' if c.tie_word_embeddings else 'lm_head']
     if 'embed_tokens' in trained['policy']:
@@ -371,6 +369,11 @@ def _rank(params: Any) -> int:
   """The rank of a trunk's adapters; 0 for none."""
   adapters = [x for path, x in nnx.to_flat_state(params['layers']) if path[-1] == 'lora_b']
   return adapters[0].shape[0] if adapters else 0
+
+
+def _in_8_bits(params: Any) -> int:
+  """Weights of a trunk's layers that are kept in 8 bits."""
+  return sum(x.size for x in jax.tree.leaves(params['layers']) if x.dtype == np.int8)
 
 
 def _bytes(tree: Any, mesh: Mesh | None, size: int = 0, shardings: Callable[[Any, Mesh], Any] = tree_shardings) -> int:

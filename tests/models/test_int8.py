@@ -67,6 +67,17 @@ def models(request):
   return nnx.merge(graphdef, params), nnx.merge(graphdef, dequantised(params))
 
 
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize('on_host', [True, False])
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_not_hidden(bad, on_host):
+  kernel = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+  kernel[2, 1] = bad
+  found = int8.quantised(kernel if on_host else jnp.asarray(kernel), (-2,))
+  found = int8.Int8(*map(jnp.asarray, (found.value, found.scale)))
+  assert np.isnan(np.asarray(found(jnp.ones((2, 4))))).tolist() == [[False, True, False]] * 2
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(-2,), (-3,), (-3, -2)]), st.floats(-30, 30), st.booleans())
 def test_no_weight_changes_by_more_than_half_the_scale_of_its_output(seed, axes, exponent, on_host):
