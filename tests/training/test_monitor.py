@@ -137,3 +137,14 @@ def test_a_checkpoint_keeps_spikes_and_bad_iterations_and_an_earlier_one_lacks_t
     del state['echo_trap'][kind]['format']
   old.load_state_dict(state)
   assert old.all_bad_iterations == 0 and old.after_update(_metrics(norm=1000.0))[1] == []
+
+
+def test_replies_that_lose_their_form_are_told():
+  monitor, told = build.make_monitor(small_config()), []
+  for share in (1.0, 1.0, 0.0, 0.0, 0.0, 0.0):
+    metrics = {
+      'rollout/in_group_reward_std': 1.0, 'actor/entropy': 0.5, 'actor/grad_norm': 1.0,
+      'rollout/repeated_replies': 0.1, 'train/format_correct': share,
+    }  # fmt: skip
+    told.append(monitor.after_iteration(metrics, empty=False)[1].reason)
+  assert [bool(x) for x in told].count(True) == 1 and 'the Echo Trap shows in format' in told
