@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from ragen_jax.agent.chat_template import END_THOUGHT, SYSTEM, THOUGHT, TOOL, USER, Around
 from ragen_jax.agent.segments import (
   Encoded,
@@ -53,6 +51,19 @@ def _byte_of_characters() -> dict[str, int]:
   return {chr(b): b for b in printable} | {chr(0x100 + k): b for k, b in enumerate(others)}
 
 
+def _reader(directory: str | Path) -> type:
+  """The class of transformers that reads the directory's tokenizer.
+
+  It is imported late: that takes more than a second, and many commands read no tokenizer. `AutoTokenizer` imports
+  PyTorch as well where it is installed, which takes longer still, so it is for directories without `tokenizer.json`.
+  """
+  if (Path(directory) / 'tokenizer.json').is_file():
+    from transformers import PreTrainedTokenizerFast as reader
+  else:
+    from transformers import AutoTokenizer as reader
+  return reader
+
+
 class ChatTokenizer:
   """A Hugging Face tokenizer and the format of its chat template.
 
@@ -81,7 +92,7 @@ class ChatTokenizer:
         with `images`, the tokens of images.
     """
     try:
-      tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+      tokenizer = _reader(directory).from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as e:
       raise UserError(f'model.path={directory}: no tokenizer can be read there ({str(e).splitlines()[0]})') from e
     self._directory = directory

@@ -20,14 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
-from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
 from ragen_jax.runs.config_fields import flatten
 from ragen_jax.utils.errors import DiskError, UserError
 from ragen_jax.utils.files import encode_png, replace_file
+from ragen_jax.utils.imports import hidden
+
+# It would import these where they are installed, for tensors and buckets: three seconds.
+with hidden('torch', 'boto3', 'google.cloud.storage'):
+  from tensorboardX import summary
+  from tensorboardX.event_file_writer import EventsWriter
+  from tensorboardX.proto.event_pb2 import Event, SessionLog
+  from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
 if TYPE_CHECKING:
   from ragen_jax.runs.trackers import Tracker

@@ -1,14 +1,15 @@
-"""Objects that options name by their import path."""
+"""Imports: of objects that options name, and of packages without what they import for nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ragen_jax.utils.errors import describe_error
@@ -53,3 +54,15 @@ def import_function(option: str, path: str) -> Callable[..., Any]:
   if not callable(function):
     raise ValueError(f'{option}={path!r} is {type(function).__name__}; allowed: a function')
   return function
+
+
+@contextlib.contextmanager
+def hidden(*modules: str) -> Iterator[None]:
+  """Within it, an import of one of the modules fails as if it were not installed, unless it was imported before."""
+  new = [name for name in modules if name not in sys.modules]
+  sys.modules.update(dict.fromkeys(new))
+  try:
+    yield
+  finally:
+    for name in new:
+      del sys.modules[name]

@@ -1,10 +1,16 @@
-"""Objects are found by their import path; a wrong path gives one line."""
+"""Objects are found by their import path; a wrong path gives one line. What is not needed is not imported."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
-from ragen_jax.utils.imports import import_function, import_object
+import pytest
+
+from ragen_jax.models import presets
+from ragen_jax.utils.imports import hidden, import_function, import_object
 from tests.support.environments import raises_one_line
 
 
@@ -39,3 +45,29 @@ def test_a_file_is_run_once_and_again_if_it_failed(tmp_path):
   assert import_object('agent', f'{path}:Agent.play') is import_object('agent', f'{path}:Agent').play
   with raises_one_line(r"^agent='.*/none.py:play' cannot be imported \(FileNotFoundError"):
     import_function('agent', f'{tmp_path}/none.py:play')
+
+
+def test_hidden_modules_can_be_imported_again_afterwards(monkeypatch, tmp_path):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'a_library_for_one_type.py').write_text('found = True')
+  with hidden('a_library_for_one_type', 'json'):
+    with pytest.raises(ImportError):
+      import a_library_for_one_type
+    assert __import__('json') is sys.modules['json']  # imported before
+  import a_library_for_one_type
+
+  assert a_library_for_one_type.found
+  assert 'json' in sys.modules
+
+
+def test_training_does_not_import_what_it_uses_nothing_of(tmp_path):
+  for name in ('torch', 'boto3'):
+    (tmp_path / f'{name}.py').write_text('raise SystemExit("imported")')
+  code = f"""
+import ragen_jax.train, sys
+assert 'transformers' not in sys.modules
+from ragen_jax.agent.chat import ChatTokenizer
+ChatTokenizer({str(presets.resolve('tiny', ''))!r})
+"""
+  environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+  subprocess.run([sys.executable, '-c', code], env=environment, check=True, timeout=200)
