@@ -193,6 +193,11 @@ def get_config(model: str = '') -> ConfigDict:
   # Maximum number of episodes on the devices at a time, a multiple of the mesh's row shards; the others wait. Fewer are
   # on the devices if their memory holds fewer. 0: as many as fit.
   config.agent.rows_in_flight = 0
+  # Number of threads in which rows of environments outside JAX play their turns, each as soon as it has replied, while
+  # other rows sample: a slow row then delays no other. Needs the schedule 'continuous' and one process. Which rows
+  # sample together then depends on time, so equal runs have equal log-probs only up to rounding. 0: the rows that
+  # replied play together, and all rows wait for the slowest.
+  config.agent.env_threads = 0
   # Number of neighbouring devices that divide the weights of the MLP and of the vocabulary among them during sampling.
   # Each device then reads less for every token, but exchanges rows with the others twice a layer. Attention is not
   # divided. Must divide mesh.data * mesh.fsdp. 1: only mesh.tensor divides weights; 0: chosen for the model and chip.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 
 import numpy as np
@@ -13,6 +14,7 @@ from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.reply_lengths import complete_replies, warn_if_too_long
 from ragen_jax.agent.rollout import SENT_TYPES, Rollout, concatenate
 from ragen_jax.agent.speakers import Speaker
+from ragen_jax.agent.turns import Turns
 from ragen_jax.agent.world_model.formats import described_sections
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.processes import RowShare
@@ -60,12 +62,14 @@ class AgentProxy:
     envs, context = self.envs, self.context
     observations = envs.reset(first_seed, first_member=first_member, level_seeds=level_seeds)
     log = EpisodeLog(envs, context, self.limits, observations, writes_tokens=speaker.writes_tokens, pictured=pictured)
-    while (replies := speaker.reply(log)) is not None:
-      if not replies:
-        continue
-      parsed = {row: context.parse(int(envs.row_env[row]), reply.text, reply.ids) for row, reply in replies.items()}
-      result = envs.step([list(parsed[row].actions) if row in parsed else [] for row in range(envs.rows)])
-      log.record(replies, parsed, result)
+    turns = Turns(envs, self.limits.env_threads if speaker.writes_tokens else 0)
+    with contextlib.closing(turns):
+      while (replies := speaker.reply(log)) is not None:
+        read = {row: context.parse(int(envs.row_env[row]), reply.text, reply.ids) for row, reply in replies.items()}
+        log.replied(replies, read)
+        played = turns.play({row: list(own.actions) for row, own in read.items()}, wait=turns.apart and speaker.idle)
+        if played is not None:
+          log.record(*played)
     rollout = log.end(policy_version)
     envs.end()
     if self._share is None:

@@ -7,14 +7,14 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent import futures
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ragen_jax.agent.image_observations import shows_images
-from ragen_jax.agent.pool import Pool
+from ragen_jax.agent.pool import Outcomes, Pool, PoolStep
 from ragen_jax.agent.pools import make_pool
 from ragen_jax.agent.segments import Observation
 from ragen_jax.envs.scenes import Scene
@@ -253,9 +253,30 @@ class EnvStateManager:
     """The levels after the last `reset`, see `levels_from`."""
     return {level for pool in self.pools.values() for level in pool.levels()} - {None}
 
-  def step(self, actions: list[list[Any]]) -> StepResult:
-    """Executes a turn's parsed actions; rows without actions have an empty list."""
-    parts = self._each(lambda i, pool: pool.step(actions[self._slices[i]]))
+  def plays_apart(self, row: int) -> bool:
+    """Whether `play` may be called for a row."""
+    pool = self.pool_of(row)
+    return pool.outside and pool.spec.env.any_thread
+
+  def play(self, row: int, actions: list[Any]) -> Outcomes:
+    """Executes a turn's parsed actions in one row, in any thread; `step` then needs the outcomes. See `Pool.play`."""
+    index = int(self.row_env[row])
+    first = self._slices[index].start
+    return self.pools[index].play({row - first: actions})[row - first]
+
+  def step(self, actions: list[list[Any]], played: Mapping[int, Outcomes] | None = None) -> StepResult:
+    """Executes a turn's parsed actions; rows without actions have an empty list.
+
+    With `played`, a row -> what `play` returned, rows that play apart execute nothing here.
+    """
+
+    def step_pool(index: int, pool: Pool) -> PoolStep:
+      own = self._slices[index]
+      if played is None or not self.plays_apart(own.start):
+        return pool.step(actions[own])
+      return pool.take({row - own.start: played[row] for row in range(own.start, own.stop) if row in played})
+
+    parts = self._each(step_pool)
     return StepResult(
       rewards=[own for part in parts for own in part.rewards],
       executed=np.concatenate([part.executed for part in parts]),

@@ -74,6 +74,7 @@ class Limits:
   schedule: str
   decode_chunk: int
   rows_in_flight: int
+  env_threads: int
   replies: ReplyRewardSettings
 
   def of(self, spec: EnvSpec) -> Limits:

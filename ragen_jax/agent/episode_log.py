@@ -65,13 +65,19 @@ class EpisodeLog:
     self._won: set[int] = set()  # rows that are won and go on
     self._keeps_chats = not writes_tokens
     self.row_steps = 0
+    self._replied: dict[int, tuple[TextReply, ParsedReply]] = {}  # whose turns are not over
     self._anchors = np.full((rows, limits.max_turns), -1, np.int32)
     self._anchor_ids: dict[tuple[int, Observation], int] = {}
 
   @property
   def live(self) -> list[int]:
-    """The rows whose episodes are not over, ascending."""
-    return np.flatnonzero(self.status == Status.RUNNING).tolist()
+    """The rows whose episodes are not over and that wait for a reply, ascending."""
+    return [row for row in np.flatnonzero(self.status == Status.RUNNING).tolist() if row not in self._replied]
+
+  @property
+  def away(self) -> Collection[int]:
+    """The rows whose environments play."""
+    return self._replied.keys()
 
   @property
   def turn(self) -> int:
@@ -122,9 +128,16 @@ class EpisodeLog:
     """Ends an episode before its current turn, which is not recorded. If it is won and went on, it is a success."""
     self.status[row] = Status.SUCCESS if status in TRUNCATED and row in self._won else status
 
-  def record(self, replies: Mapping[int, TextReply], parsed: Mapping[int, ParsedReply], result: StepResult) -> None:
-    """Records and rewards a turn of the rows that replied (row -> reply), and ends episodes that are over."""
+  def replied(self, replies: Mapping[int, TextReply], parsed: Mapping[int, ParsedReply]) -> None:
+    """Notes the replies of rows, which are `away` until `record`."""
+    self._replied |= {row: (reply, parsed[row]) for row, reply in replies.items()}
+
+  def record(self, rows: Collection[int], result: StepResult) -> None:
+    """Records and rewards the turn of rows that have replied, and ends episodes that are over."""
     envs, context, before, left = self.envs, self.context, self.observations, self.actions_left
+    replies, parsed = {}, {}
+    for row in rows:
+      replies[row], parsed[row] = self._replied.pop(row)
     chats = {row: self.chat(row) for row in self._pictures if row in replies} if self._keeps_chats else {}
     now, self.actions_left, faults = envs.render(), envs.actions_left(), envs.faults
     self.observations = [

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ragen_jax.agent import metrics as episode_metrics
 from ragen_jax.agent.image_observations import with_images
-from ragen_jax.agent.pool import FAULT_MESSAGE, Pool, PoolStep
+from ragen_jax.agent.pool import FAULT_MESSAGE, Outcomes, Pool, PoolStep
 from ragen_jax.agent.segments import Observation
 from ragen_jax.envs.outside.base import TextStep, read_expert, read_observation, read_step
 from ragen_jax.envs.outside.images import ImageObservation, read_text
@@ -69,35 +69,47 @@ class OutsidePool(Pool):
         self._warn('members', message, self.spec.tag, seeds[row])
 
   def step(self, actions: list[list[Any]]) -> PoolStep:
-    rewards: list[list[float]] = [[] for _ in range(self.rows)]
-    metrics: list[dict[str, float]] = [{} for _ in range(self.rows)]
-    effective = np.zeros((self.rows,), np.int32)
+    return self.take(self.play({row: own for row, own in enumerate(actions) if own}))
+
+  def play(self, actions: Mapping[int, list[Any]]) -> dict[int, Outcomes]:
+    outcomes: dict[int, Outcomes] = {row: [] for row in actions}
     read = functools.partial(read_step, form=self.spec.env.image_form, success_stands=self.spec.env.success_stands)
     # The rows play their first actions, then their second, and so on.
     for i in range(self.spec.budget.max_actions_per_turn):
-      rows = [
-        row
-        for row, own in enumerate(actions)
-        if i < len(own) and not self._done[row] and self.used[row] < self.spec.budget.max_actions
-      ]
+      rows = [row for row, own in actions.items() if i < len(own) and self._goes_on(row, outcomes[row])]
       if not rows:
         break
       chosen = [actions[row][i] for row in rows]
       results = self._ask('step', functools.partial(self._session.step, rows, chosen), len(rows))
-      for row, result in zip(rows, (_own_names(read(raw)) for raw in results), strict=True):
-        if isinstance(result, Fault):
-          self._fail(row, result)
-          continue
-        changed = result.observation != self._seen[row]
-        rewards[row].append(result.reward)
-        effective[row] += changed if result.effective is None else result.effective
-        for name, value in result.metrics.items():
+      for row, raw in zip(rows, results, strict=True):
+        outcomes[row].append(_own_names(read(raw)))
+    return outcomes
+
+  def _goes_on(self, row: int, outcomes: Outcomes) -> bool:
+    """Whether a row executes another action after these."""
+    last = outcomes[-1] if outcomes else None
+    over = self._done[row] if last is None else isinstance(last, Fault) or last.done
+    return not over and self.used[row] + len(outcomes) < self.spec.budget.max_actions
+
+  def take(self, outcomes: Mapping[int, Outcomes]) -> PoolStep:
+    rewards: list[tuple[float, ...]] = [()] * self.rows
+    metrics: list[dict[str, float]] = [{} for _ in range(self.rows)]
+    effective = np.zeros((self.rows,), np.int32)
+    for row, own in outcomes.items():
+      steps = [outcome for outcome in own if not isinstance(outcome, Fault)]
+      for step in steps:
+        changed = step.observation != self._seen[row]
+        effective[row] += changed if step.effective is None else step.effective
+        for name, value in step.metrics.items():
           metrics[row][name] = metrics[row].get(name, 0.0) + value
-        self._seen[row] = result.observation
-        self._done[row], self._success[row] = result.done, result.success
-        self.used[row] += 1
-    executed = np.asarray([len(own) for own in rewards], np.int32)
-    return PoolStep([tuple(own) for own in rewards], executed, effective, metrics)
+        self._seen[row] = step.observation
+        self._done[row], self._success[row] = step.done, step.success
+      rewards[row] = tuple(step.reward for step in steps)
+      self.used[row] += len(steps)
+    for row, own in sorted(outcomes.items(), key=lambda outcome: len(outcome[1])):  # as they occurred
+      if own and isinstance(own[-1], Fault):
+        self._fail(row, own[-1])
+    return PoolStep(rewards, np.asarray([len(own) for own in rewards], np.int32), effective, metrics)
 
   def _ask(self, what: str, call: Callable[[], list[Any]], count: int) -> list[Any]:
     """The session's answers; faults if it gives none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,10 @@ class PoolStep(NamedTuple):
   executed: np.ndarray
   effective: np.ndarray
   metrics: list[dict[str, float]]
+
+
+# The outcomes of a row's actions of a turn outside JAX: a `TextStep` each; a `Fault` is the last one.
+Outcomes = list[Any]
 
 
 class Pool(abc.ABC):
@@ -66,6 +71,19 @@ class Pool(abc.ABC):
   @abc.abstractmethod
   def step(self, actions: list[list[Any]]) -> PoolStep:
     """Executes each row's actions of a turn."""
+
+  def play(self, actions: Mapping[int, list[Any]]) -> dict[int, Outcomes]:
+    """Executes the actions of a turn in some rows, without a change of this pool, and gives their outcomes for `take`.
+
+    Only for environments outside JAX. With `any_thread` several threads may call it, for different rows.
+    """
+    del actions
+    raise NotImplementedError(f'{self.spec.env.name} plays in JAX')
+
+  def take(self, outcomes: Mapping[int, Outcomes]) -> PoolStep:
+    """The step whose outcomes `play` gave; rows without outcomes have played nothing."""
+    del outcomes
+    raise NotImplementedError(f'{self.spec.env.name} plays in JAX')
 
   @abc.abstractmethod
   def render(self) -> list[Observation]:

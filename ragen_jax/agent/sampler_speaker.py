@@ -123,6 +123,10 @@ class SamplerSpeaker:
     self._open: dict[int, list[int]] = {}  # sampled ids of the open replies, by episode
     self._began = np.zeros((0,), np.uint32)  # the turn that each episode's present token row began with
 
+  @property
+  def idle(self) -> bool:
+    return not self._open
+
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
     """See `Speaker`. Prompts and replies go to the log's timeline. Raises UserError if a first prompt does not fit."""
     first = self._schedule is None
@@ -132,6 +136,8 @@ class SamplerSpeaker:
       if first:
         self._check_waiting(log)
       prompts = self._admit(log)
+    if log.away and self.idle and not prompts:
+      return {}  # all that go on wait for their environments
     for row, prompt in prompts.items():
       if prompt.fresh:
         log.timeline.begin_row(row)
@@ -170,7 +176,7 @@ class SamplerSpeaker:
     schedule.release(log.status == Status.RUNNING)
     held = set(schedule.held)
     waiting = [row for row in log.live if row not in held]
-    prompts = log.prompts(sorted(r for r in held if r not in self._open))
+    prompts = log.prompts(sorted(r for r in held if r not in self._open and r not in log.away))
     # A prompt that does not fit ends its episode, and its slot is free for the next one.
     schedule.release(log.status == Status.RUNNING)
     while waiting and schedule.has_room:

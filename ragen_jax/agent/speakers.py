@@ -21,6 +21,7 @@ class Speaker(Protocol):
 
   Attributes:
     writes_tokens: whether it writes the token rows of the log's timeline; the limits in tokens then apply to it.
+    idle: whether no reply is begun. Only speakers that write tokens have it.
   """
 
   writes_tokens: ClassVar[bool]
@@ -28,11 +29,12 @@ class Speaker(Protocol):
   def reply(self, log: EpisodeLog) -> dict[int, TextReply] | None:
     """The replies that are complete; the caller records them and calls again.
 
-    `log.live` lists the rows that need a reply; `log.prompts` and `log.chat` give their prompts. Call `log.leave` to
-    end a row that cannot reply.
+    `log.live` lists the rows that need a reply, and `log.away` those whose environments play. `log.prompts` and
+    `log.chat` give the prompts of live rows. Call `log.leave` to end a row that cannot reply.
 
     Returns:
-      Row -> reply, for all live rows or some of them; may be empty. None if all episodes of all processes are over.
+      Row -> reply, for all live rows or some of them; may be empty. None if all episodes of all processes are over, and
+      no row is away.
     """
 
 

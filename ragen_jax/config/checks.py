@@ -58,7 +58,8 @@ _NOT_NEGATIVE = (
   'logging.episodes', 'logging.episodes_every', 'model.logits_chunk', 'algorithm.value_clip', 'algorithm.value_coef',
   'optimizer.actor_lr', 'optimizer.critic_lr', 'optimizer.warmup_steps', 'optimizer.weight_decay',
   'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high',
-  'optimizer.critic_warmup', 'agent.rows_in_flight', 'agent.decode_shards', 'optimizer.micro_batch_size',
+  'optimizer.critic_warmup', 'agent.rows_in_flight', 'agent.env_threads', 'agent.decode_shards',
+  'optimizer.micro_batch_size',
 )  # fmt: skip
 
 
@@ -253,6 +254,12 @@ def _check_batches(config: ConfigDict) -> None:
   rules.check(
     config, 'agent.rows_in_flight', config.agent.rows_in_flight % shards == 0,
     f'must be a multiple of {shards} row shards, or 0',
+  )  # fmt: skip
+  in_threads = config.agent.schedule == 'continuous' and jax.process_count() == 1
+  rules.check(
+    config, 'agent.env_threads', not config.agent.env_threads or in_threads,
+    f"must be 0 with agent.schedule='{config.agent.schedule}' and {jax.process_count()} processes; more needs "
+    "'continuous' and one process",
   )  # fmt: skip
   for section in ('train', 'eval'):
     count = config[section].groups * config[section].group_size

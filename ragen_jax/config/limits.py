@@ -51,6 +51,7 @@ AT_MOST: dict[str, float] = {
   'plan.turns': 65536,
   # Threads and connections.
   'compile_ahead': 256,
+  'agent.env_threads': 4096,
   'eval.endpoint_workers': 4096,
   'prompt.critic_workers': 4096,
   'serve.max_concurrency': 65536,

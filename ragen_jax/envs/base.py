@@ -108,8 +108,8 @@ class Game(abc.ABC):
     action_help: for free-text actions, one line about the form of an action; otherwise empty.
     has_solver: whether `solve` exists. Without a solver `optimal` is NaN, and there are no demonstrations.
     has_expert: whether sessions of a game outside JAX give reference actions, for demonstrations and as a baseline.
-    any_thread: whether sessions of a game outside JAX may be used in any thread, one at a time. Such games of several
-      tags are played at the same time; others are played in the main thread.
+    any_thread: whether sessions of a game outside JAX may be used in any thread, one at a time, and `step` in several
+      for different rows. Such games of several tags are played at the same time; others are played in the main thread.
     is_outside: whether the game is outside JAX. Its state is then not visible, and it may fail at any time.
     played_by_programs: whether programs play it over HTTP, and not the policy turn by turn.
     server: the address of a server that plays only so many episodes at a time, for all tags together; '' for none.

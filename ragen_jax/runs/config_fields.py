@@ -105,7 +105,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
   'devices': {'mesh': ('data', 'fsdp', 'tensor')},
   'kernels': {'model': ('attention', 'remat')},
   'shapes': {
-    'agent': ('schedule', 'decode_chunk', 'rows_in_flight', 'decode_shards'),
+    'agent': ('schedule', 'decode_chunk', 'rows_in_flight', 'env_threads', 'decode_shards'),
     'optimizer': ('packing',),
     'serve': ('slots',),
   },

@@ -51,7 +51,7 @@ class Session(abc.ABC):
 
   @abc.abstractmethod
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    """Executes one action in each of the given rows.
+    """Executes one action in each of the given rows. With `any_thread` several threads may call it, for different rows.
 
     Returns for each row an input of `read_step`: (observation, reward, done, info), or a `Fault`.
     """
@@ -105,7 +105,7 @@ class TextEnvironment(Game):
 
   @abc.abstractmethod
   def open(self, rows: int) -> Session:
-    """Opens a session with `rows` rows. Only one thread at a time uses it."""
+    """Opens a session with `rows` rows. Only one thread at a time uses it, apart from `Session.step`."""
 
   def level_id(self, seed: int) -> str | None:
     """Which item the level of a seed is, equal for equal items of any environment; None if unknown.

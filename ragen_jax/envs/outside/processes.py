@@ -15,7 +15,7 @@ from ragen_jax.envs.outside import games
 from ragen_jax.envs.outside.base import Session
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.messages import pack, unpack
-from ragen_jax.utils.threads import Fault
+from ragen_jax.utils.threads import Fault, attempt
 from ragen_jax.utils.workers import Worker, Workers
 
 # What `read_step` reads of a mapping.
@@ -194,9 +194,14 @@ class ProcessSession(Session):
 
   def _spread(self, what: str, rows: Sequence[int], play: Callable[[Worker, list[int]], dict[int, Any]]) -> list[Any]:
     """The results of rows, each played by the worker that it belongs to."""
-    count = len(self._processes.workers.workers)
+    workers = self._processes.workers
+    count = len(workers.workers)
     shares: list[list[int]] = [[row for row in rows if row % count == i] for i in range(count)]
-    outcomes = self._processes.workers.each(lambda i, worker: play(worker, shares[i]) if shares[i] else {}, what)
+    if len(rows) == 1:  # no threads for the others
+      home = rows[0] % count
+      played, fault = attempt(lambda: play(workers.workers[home], shares[home]), what)
+      return [fault or played[rows[0]]]
+    outcomes = workers.each(lambda i, worker: play(worker, shares[i]) if shares[i] else {}, what)
     results: dict[int, Any] = {}
     for share, (played, fault) in zip(shares, outcomes, strict=True):
       results |= played if fault is None else dict.fromkeys(share, fault)

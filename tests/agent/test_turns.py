@@ -1,0 +1,139 @@
+"""Turns in threads: rows go on while others wait for their environments, and the episodes are the same."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import jax
+import pytest
+
+from ragen_jax import build
+from ragen_jax import envs as registry
+from ragen_jax.agent.episode import Status
+from ragen_jax.agent.language_model import param_state
+from ragen_jax.agent.sampler_speaker import SamplerSpeaker
+from ragen_jax.config.checks import check_config
+from ragen_jax.envs.base import Budget
+from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.sampling.draw import Sampling
+from ragen_jax.utils.errors import UserError
+from tests.agent.test_schedules import assert_same
+from tests.support import light_games
+from tests.support.configs import small_config
+
+_LADDER = 'tests.support.light_games:Climb'
+_SMALL = dict(
+  agent__max_response_tokens=24, length_step=256, agent__drop_finished=False, agent__schedule='continuous',
+  agent__decode_chunk=5,
+)  # fmt: skip
+
+# Of `Patient`: how many other episodes are over, and when that changes.
+_over = 0
+_changed = threading.Condition()
+
+
+class Patient:
+  """Every step ends an episode but those of the first member, whose first step waits until all others are over."""
+
+  rules = 'Say anything.'
+  action_names = ('Up', 'Down', 'Left', 'Right')
+
+  def __init__(self, others: int, fails: bool = False):
+    self.others, self.fails = others, fails
+
+  def reset(self, seed, member):
+    self.first, self.steps = member == 0, 0
+    return f'level {seed}'
+
+  def step(self, action):
+    global _over
+    self.steps += 1
+    if self.first and self.steps == 1:
+      with _changed:
+        assert _changed.wait_for(lambda: _over >= self.others, timeout=30), 'the others have waited, too'
+      if self.fails:
+        raise OSError('broken')
+    if not self.first:
+      with _changed:
+        _over += 1
+        _changed.notify_all()
+    done = not self.first or self.steps == 2
+    return f'{action} {self.steps}', 1.0, done, {'success': done} if done else {}
+
+
+@pytest.fixture(scope='module')
+def policy():
+  return build.load_policy(small_config(**_SMALL))
+
+
+def _python(tag, class_path, groups, *, per_turn=2, **options):
+  """The spec of a class outside JAX."""
+  env = registry.make('python', {'class_path': class_path, 'step_timeout_s': 60.0, **options})
+  return EnvSpec(tag, env, Budget(4, 6, per_turn), 30, groups)
+
+
+def _play(policy, *specs, **changes):
+  """A rollout of groups of four."""
+  config = small_config(**_SMALL | changes)
+  proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, list(specs), 4)
+  assert proxy.limits.env_threads == config.agent.env_threads
+  speaker = SamplerSpeaker(policy.sampler, param_state(policy.model), jax.random.key(3), Sampling(0.9, 1.0, 0))
+  return proxy.rollout(speaker, 10_000)
+
+
+@pytest.mark.parametrize('processes', [0, 2])
+def test_the_episodes_are_those_of_rows_that_play_together(policy, processes):
+  ladder = _python('Ladder', _LADDER, 2, workers=1 if processes else 3, processes=processes)
+  (lake,) = build.env_specs(small_config(), ('FrozenLake',), (1,))
+  for in_flight in (0, 4):
+    together, apart = (
+      _play(policy, ladder, lake, agent__rows_in_flight=in_flight, agent__env_threads=n) for n in (0, 3)
+    )
+    assert len({len(e.turns) for e in together.episodes}) > 1
+    assert any(len(t.rewards) > 1 for e in together.episodes for t in e.turns if e.tag == 'Ladder')
+    assert not any(e.error for e in together.episodes)
+    assert_same(apart, together)
+    for e, other in zip(apart.episodes, together.episodes, strict=True):
+      assert [(t.rewards, t.effective, t.actions_left) for t in e.turns] == [
+        (t.rewards, t.effective, t.actions_left) for t in other.turns
+      ]
+      assert (e.status, e.final_observation) == (other.status, other.final_observation)
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_rows_go_on_while_one_waits_for_its_environment(policy, monkeypatch, fails):
+  """The first row's step ends only after the whole episodes of the others, which the device samples meanwhile."""
+  monkeypatch.setattr(sys.modules[Patient.__module__], '_over', 0)
+  spec = _python('Patient', f'{__name__}:Patient', 1, per_turn=1, workers=1, options={'others': 3, 'fails': fails})
+  # Fewer rows than episodes: what waits for its environment keeps its row of the device.
+  first, *others = _play(policy, spec, agent__env_threads=2, agent__rows_in_flight=2).episodes
+  assert all(e.status == Status.SUCCESS for e in others), [e.error for e in others]
+  if fails:
+    assert first.status == Status.ENV_ERROR and first.error.startswith('step raised OSError: broken')
+  else:
+    assert first.status == Status.SUCCESS and len(first.turns) > len(others[0].turns)
+
+
+def test_an_environment_that_may_not_be_used_in_any_thread_plays_in_the_main_one(policy, monkeypatch):
+  seen = []
+  monkeypatch.setattr(light_games.Climb, 'step', _noting(seen))
+  episodes = _play(policy, _python('Ladder', _LADDER, 1, workers=0), agent__env_threads=2).episodes
+  assert not any(e.error for e in episodes)
+  assert seen and all(thread is threading.main_thread() for thread in seen)
+
+
+def _noting(seen):
+  step = light_games.Climb.step
+
+  def noted(self, action):
+    seen.append(threading.current_thread())
+    return step(self, action)
+
+  return noted
+
+
+def test_threads_need_a_schedule_in_which_rows_go_on():
+  for value, message in ((1, 'must be 0 with agent.schedule='), (-1, 'agent.env_threads=-1')):
+    with pytest.raises(UserError, match=message):
+      check_config(small_config(agent__env_threads=value))
