@@ -64,8 +64,15 @@ def _starts(flags: str) -> bool:
 _FOLDERS = ('whole', '', 'modes', 'planning', 'training', 'sft', 'evaluation', 'agent', 'sampling', 'models', 'envs')
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Sorts the tests by folder; those of a file stay together and in order."""
+  """Marks cases of tests, and sorts the tests by folder; those of a file stay together and in order."""
+  for item in items:
+    for kind in ('exhaustive', 'slow'):
+      if any(item.callspec.id in mark.args for mark in item.iter_markers(f'{kind}_cases')):
+        item.add_marker(kind)
+    if item.get_closest_marker('exhaustive'):
+      item.add_marker('slow')
 
   def rank(item: pytest.Item) -> int:
     folder, *below = item.path.relative_to(ROOT / 'tests').parts

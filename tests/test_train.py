@@ -35,6 +35,7 @@ from tests.support.processes import copy_python
 
 @pytest.mark.slow
 @pytest.mark.parametrize('estimator', ['gae', 'grpo'])
+@pytest.mark.exhaustive_cases('gae')
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimator):
   fields = {'algorithm__adv_estimator': estimator, 'eval__greedy_too': False, 'eval__every': 1}
   config = small_config(num_iterations=2, **fields)
@@ -178,6 +179,7 @@ def test_players_and_run_notice_the_same_signal(tmp_path, monkeypatch, capfd, ta
     ),
   ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(tmp_path, capsys, fields, words):
   config = small_config(num_iterations=9, eval__greedy_too=False, **fields)
   with pytest.raises(Diverged, match=rf'^iterations 1 to 3: numbers are not finite, .*{words}') as e:
@@ -198,6 +200,7 @@ def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', ['train', 'sft'])
+@pytest.mark.exhaustive_cases('sft')
 def test_the_exit_status_of_a_run_whose_numbers_are_not_finite_is_1(tmp_path, mode):
   fields = [
     'train.groups=16', 'eval.groups=16', 'eval.group_size=1', 'optimizer.mini_batch_size=64',
@@ -232,6 +235,7 @@ def finished_run(tmp_path_factory):
   return config, workdir, train.train_and_evaluate(config, str(workdir))
 
 
+@pytest.mark.slow
 def test_a_finished_run_started_again_changes_nothing(finished_run):
   config, workdir, first = finished_run
   lines = (workdir / 'metrics.jsonl').read_text()

@@ -104,6 +104,7 @@ def played(request, tmp_path_factory):
   return _rollout(tmp_path_factory.mktemp('model'), config, policy=policy)
 
 
+@pytest.mark.slow_cases('built-in')
 def test_ids_are_those_fed_and_sampled(played):
   _, _, rollout, recorder, _ = played
   t = rollout.trajectory

@@ -24,6 +24,7 @@ def sampler():
   [('lockstep', False, 0), ('lockstep', True, 8), ('continuous', True, 0), ('continuous', False, 8)],
 )
 @pytest.mark.parametrize('window', [False, True])
+@pytest.mark.slow_cases('False-lockstep-True-8-0')
 def test_sharing_changes_no_row(sampler, seed, schedule, drop, in_flight, window):
   """Groups of random sizes; prompts of random lengths, fed in several pieces; all or half of the episodes at a time."""
   episodes = Episodes(10 * seed + window, 2 * in_flight or 8, window)
@@ -31,6 +32,7 @@ def test_sharing_changes_no_row(sampler, seed, schedule, drop, in_flight, window
   assert some < every
 
 
+@pytest.mark.slow
 def test_only_one_row_of_a_group_reads_its_prompt(sampler, monkeypatch):
   """Each shard reads what all prompts have in common once, then the rest of each."""
   episodes = Episodes(3, 16, False)

@@ -75,6 +75,7 @@ def found(tmp_path_factory):
   return workdir, result, asked
 
 
+@pytest.mark.slow
 def test_a_better_prompt_is_found(found):
   workdir, (now, final), asked = found
   folder = workdir / 'prompt_search'

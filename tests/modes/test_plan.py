@@ -73,6 +73,7 @@ def test_programs_with_adapters_are_others():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_needs_no_weights_and_tells_what_would_fit(tmp_path):
   """A shape alone, on a machine too small for the config: what is printed to be changed does make it fit."""
   (tmp_path / 'config.json').write_text(

@@ -52,6 +52,7 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_value_head_learns_what_the_best_play_would_bring(tmp_path):
   config = small_config(
     sft__tags=('FrozenLake',), sft__levels=(1024,), sft__steps=250, sft__batch_size=32, sft__learning_rate=5e-3,
@@ -109,6 +110,7 @@ def whole(tmp_path_factory):
   return config, workdir
 
 
+@pytest.mark.slow
 def test_metrics_are_written_and_explained(whole):
   _, workdir = whole
   lines = _lines(workdir)
@@ -214,6 +216,7 @@ def test_a_warm_start_whose_numbers_are_not_finite_fails_and_writes_nothing(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_spike_is_told_in_a_line_and_on_the_metrics_and_changes_nothing(tmp_path, monkeypatch, capsys):
   config, workdir = _quick(tmp_path, 'spike')
   config.update_from_flattened_dict({'sft.learning_rate': 0.0, 'monitor.baseline_steps': 3})
@@ -345,6 +348,7 @@ def test_the_shipped_configs_can_run(module, model):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_config_of_the_built_in_model_makes_a_model(tmp_path):
   """As README has it, on fewer levels of its three games, whose episodes have different numbers of turns."""
   config = sft_tiny.get_config()

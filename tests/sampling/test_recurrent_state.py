@@ -100,6 +100,7 @@ def test_likeliest_replies_of_three_ragged_turns_are_those_of_forward_passes(mod
   assert rows.compared > 30
 
 
+@pytest.mark.slow
 def test_rows_that_share_a_prompt_or_are_copied_go_on_as_if_each_had_read_it(model, sampler):
   """Rows 1 and 3 get what row 0 holds, over what they held; later row 2 gets that of row 3."""
   rows = Rows(model, sampler, 4)
@@ -116,6 +117,7 @@ def test_rows_that_share_a_prompt_or_are_copied_go_on_as_if_each_had_read_it(mod
   assert rows.compared > 20
 
 
+@pytest.mark.slow
 def test_a_row_that_is_cut_is_empty_or_not_a_number(model, sampler):
   """What a memory held before some of its columns is not known; without columns it is that of a new row."""
   rows = Rows(model, sampler, 4)

@@ -148,6 +148,7 @@ def test_temperature_scales_the_logprobs(model):
       np.testing.assert_allclose(lp, sharper[timeline[column]], atol=1e-4)
 
 
+@pytest.mark.slow_cases('qwen2')
 def test_rows_with_numbers_of_their_own_sample_what_batches_with_these_numbers_do(model):
   """One program for all rows; with the likeliest tokens of each distribution."""
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]

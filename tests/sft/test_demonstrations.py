@@ -46,6 +46,7 @@ def test_an_expert_without_noise_reaches_the_optimum_and_noise_costs():
   assert np.mean([e.success for e in noisy]) < success.mean() - 0.2
 
 
+@pytest.mark.slow
 def test_the_loss_mask_of_demonstrations_is_on_replies_and_their_stop_tokens():
   trajectory, episodes, _, tokenizer, context = _demonstrations(_style())
   for row, episode in enumerate(episodes):

@@ -71,6 +71,7 @@ def _nudge(state, by=0.02):
   )
 
 
+@pytest.mark.slow
 def test_kl_to_the_first_weights_enters_loss_and_reward(policy):
   trainer, state = learning.make_trainer(
     policy, algorithm__kl_loss_coef=0.5, algorithm__kl_reward_coef=0.1, algorithm__kl_kind='k1',

@@ -100,6 +100,16 @@ def _compiled(
     pytest.param({'num_layers': 8, 'vocab_size': 64}, {'remat': 'none', 'logits_chunk': 0}, marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.exhaustive_cases(
+  'model0-scoring0',
+  'model1-scoring1',
+  'model2-scoring2',
+  'model5-scoring5',
+  'model6-scoring6',
+  'model7-scoring7',
+  'model8-scoring8',
+  'model9-scoring9',
+)
 def test_the_estimate_is_near_what_a_compiler_needs_for_few_and_many_columns(model, scoring):
   """Below, a run would choose more columns than fit; far above, it would leave the device idle."""
   made = _model(**model)
@@ -400,6 +410,7 @@ _FAST = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes
     pytest.param({'experts': _SHARED, 'adapters': True}, 8, 'elementwise', 64, marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.slow_cases('model0-4-layers-64')
 def test_the_whole_is_within_15_percent_of_what_one_cpu_needs(model, rows, remat, chunk):
   made = _model(**model, hidden_size=256, intermediate_size=1024, vocab_size=16384, num_layers=12)
   made.model.policy.attention = blocks = AttentionSettings('blocks', None)
@@ -433,6 +444,7 @@ def test_the_whole_is_within_15_percent_of_what_one_cpu_needs(model, rows, remat
     (True, 1, 2048, 'elementwise', 256, 7.51),
   ],
 )
+@pytest.mark.slow_cases('True-2-896-attention-256-3.05')
 def test_the_program_of_half_a_billion_weights_on_one_cpu(adapters, rows, width, remat, chunk, needed):
   made = _half_a_billion(adapters)
   found = memory.update_memory(

@@ -131,6 +131,7 @@ _CASES = [
 
 
 @pytest.mark.parametrize(('level', 'kind', 'mode', 'episode', 'options'), _CASES)
+@pytest.mark.slow_cases('turn-k2-seq-mean-token-sum-norm-episode1-options1')
 def test_loss_metrics_and_gradient_are_those_of_the_plain_form(level, kind, mode, episode, options):
   """If this fails, a run learns from other gradients than its config says, though its metrics may look healthy."""
   model, batch, episode = _model(), _batch(), np.asarray(episode)
@@ -228,6 +229,7 @@ def test_the_loss_itself_is_the_plain_one_and_its_parts_add_up():
 
 
 @pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.slow_cases('True')
 def test_the_critic_s_warm_up_has_no_gradient_in_the_policy(separate):
   """If this fails, the first `optimizer.critic_warmup` iterations move the policy, or clip by its gradient's norm."""
   model, batch, episode = _model(separate=separate), _batch(), np.arange(7)

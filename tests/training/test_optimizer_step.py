@@ -227,6 +227,7 @@ def test_a_step_runs_what_was_compiled_before(layers, critic_only):
   ],
 )  # fmt: skip
 @pytest.mark.usefixtures('new_programs')
+@pytest.mark.slow_cases('0.5-False-True')
 def test_parts_take_the_step_of_one_program(monkeypatch, critic_only, separate, clip):
   optimizer = learning.optimizer(
     grad_clip=clip, separate_critic=separate, weight_decay=0.1, warmup_steps=2, critic_lr=3e-2

@@ -46,6 +46,7 @@ def test_buckets_divide_the_groups_by_deviation(policy, played):
   assert 'grad_norm/bucket_1/kl' not in metrics  # it is off
 
 
+@pytest.mark.slow
 def test_thoughts_depend_on_their_prompts(policy, played):
   """The built-in model names the squares that it sees: its thoughts are likelier under their own prompts."""
   rollout, _ = played

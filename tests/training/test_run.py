@@ -579,6 +579,7 @@ def _run_config(action):
   )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_is_evaluated_saved_and_stays_stopped(tmp_path, monkeypatch, capsys):
   _sick(monkeypatch, when=2)
   train.train_and_evaluate(_run_config('stop'), str(tmp_path))

@@ -31,6 +31,7 @@ def test_where_nothing_is_kept_nothing_is_learnt(policy, played):
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
 
 
+@pytest.mark.slow
 def test_a_process_passes_a_point_before_it_waits_for_each_step_and_for_the_end(policy, played, monkeypatch):
   # Otherwise the watchdog would not notice another process that hangs before its part of a step.
   trainer, state = learning.make_trainer(policy)

@@ -173,6 +173,7 @@ def test_a_list_runs_nothing_and_has_an_exit_status_for_stale_breaks(tool, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drawn_breaks_of_tested_code_are_killed_or_run_forever(tool, tmp_path, capfd):
   """Every break of `paid` changes its result, or it makes an endless loop."""
   _package(tmp_path)

@@ -41,6 +41,7 @@ def _rows(t):
   return np.flatnonzero(t.loss_mask.any(axis=1))
 
 
+@pytest.mark.slow_cases('single')
 def test_every_turn_is_trained_once_and_in_order(played):
   mode, trainer, _, rollout = played
   t, stop = rollout.trajectory, trainer.model.tokenizer.stop_ids[0]

@@ -144,6 +144,7 @@ def _assert_alike(trained, rollout, names, **changes):
 
 
 @pytest.mark.parametrize('context', _CONTEXTS)
+@pytest.mark.slow_cases('full')
 def test_the_same_five_moves_of_sokoban_are_worth_the_same_in_any_turns(sokoban, trained, context):
   moves, _ = _shortest(sokoban[context])
   rollout = _play(sokoban[context], [_turns(own, cut) for own in moves for cut in CUTS])

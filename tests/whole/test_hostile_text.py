@@ -449,6 +449,7 @@ def test_no_text_breaks_a_property(world, check):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize('check', PROPERTIES, ids=lambda check: check.__name__)
+@pytest.mark.exhaustive
 def test_no_text_of_100_000_breaks_a_property(world, check):
   number = PROPERTIES.index(check)
   for text in random_texts(number, math.ceil(100_000 / len(PROPERTIES))):

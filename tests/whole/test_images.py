@@ -58,6 +58,7 @@ def _runs(shown: np.ndarray) -> list[tuple[int, int]]:
   return [(int(part[0]), len(part)) for part in np.split(shown, cuts) if part[0] >= 0]
 
 
+@pytest.mark.slow_cases('qwen3_vl-full')
 def test_rows_show_the_images_of_their_turns_in_their_columns(played):
   trainer, _, rollout = played
   t, tokenizer = rollout.trajectory, trainer.model.tokenizer

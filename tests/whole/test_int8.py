@@ -198,5 +198,6 @@ for shards, gathered in ((1, True), (1, False), (2, None)):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', ['dense', 'experts'])
+@pytest.mark.exhaustive_cases('dense')
 def test_a_mesh_changes_nothing_in_8_bits(kind):
   copy_python(_ON_A_MESH, kind, devices=8, check=True)

@@ -129,6 +129,7 @@ def _assert_same_metrics(run, other):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which('bash') is None, reason='launch/local.sh is a bash script')
+@pytest.mark.exhaustive
 def test_two_processes_with_a_workdir_in_a_bucket_train_as_one_on_a_disk_and_resume(tmp_path):
   with gs_server():
     for iterations, told in ((1, 'the run is saved in gs://bucket/pair'), (2, 'resuming gs://bucket/pair after')):
@@ -150,6 +151,7 @@ def _train(workdir, devices, *flags):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_a_run_goes_on_on_another_mesh(tmp_path):
   one, other = tmp_path / 'one', tmp_path / 'other'
   _train(one, 1, '--config.num_iterations=2')
@@ -199,6 +201,7 @@ def _model_with_another_byte(directory):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize('differs', ['config', 'files'])
+@pytest.mark.exhaustive_cases('files')
 def test_processes_with_another_config_or_other_files_end_before_anything_is_written(tmp_path, address, differs):
   if differs == 'config':
     own = ((), ('--config.algorithm.clip_ratio_high=0.3',))

@@ -23,6 +23,7 @@ from tests.support.models import HYBRID, WIDE_HYBRID, random_model, random_polic
   ],
   ids=['packed', 'computed again', 'adapters'],
 )
+@pytest.mark.exhaustive_cases('adapters', 'computed again')
 def test_an_iteration_has_the_log_probs_of_the_sampler(tmp_path, fields):
   """Rows wait, go on in the middle of replies and share prompts; the rows of a bin share none."""
   config = small_config(agent__max_response_tokens=12, envs__FrozenLake__max_turns=2, **fields)

@@ -57,6 +57,7 @@ def _learner(model, mesh=None, remat='none') -> Learner:
   return learning.learner(model, learning.optimizer(weight_decay=0.01), mesh, remat=remat)
 
 
+@pytest.mark.slow
 def test_only_what_is_trained_has_gradients_and_optimiser_state_and_the_base_stays_where_it_is():
   model = _model()
   learner = _learner(model)
@@ -81,6 +82,7 @@ def test_only_what_is_trained_has_gradients_and_optimiser_state_and_the_base_sta
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_recomputing_layers_changes_nothing():
   stepped = []
   for remat in ('none', 'elementwise', 'layers'):

@@ -52,6 +52,7 @@ def compiled():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_in_chunks_no_program_holds_the_logits_of_all_tokens(compiled):
   for program in ('accumulate', 'score'):
     whole, one, two = (compiled[name][program] for name in ('whole', 'chunk_128', 'chunk_256'))
@@ -219,6 +220,7 @@ def _learner(made, **loss):
   return learning.learner(made, memory_worker.optimizer(), **loss)
 
 
+@pytest.mark.slow
 def test_the_update_reuses_what_it_is_given():
   made = random_model(40)
   learner, batch = _learner(made), _random_batch()
@@ -238,6 +240,7 @@ def test_the_update_reuses_what_it_is_given():
   assert all(x.is_deleted() for x in jax.tree.leaves(donated) if x.size)
 
 
+@pytest.mark.slow
 def test_the_sampler_reuses_its_cache():
   made = random_model(40)
   sampler, params = Sampler(made, stop_ids=(7,)), nnx.split(made)[1]

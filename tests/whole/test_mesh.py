@@ -118,6 +118,7 @@ def _assert_same(many, one):
   ],
   ids=['memories', 'experts', 'windows', 'experts of neighbours'],
 )
+@pytest.mark.exhaustive_cases('memories', 'experts', 'windows')
 def test_eight_devices_change_nothing_for_other_kinds_of_layers(tmp_path, monkeypatch, shape, fields):
   source = presets.resolve('tiny', '')
   tiny = read_config(source)
@@ -135,6 +136,7 @@ def test_eight_devices_change_nothing_for_other_kinds_of_layers(tmp_path, monkey
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # it is compilation, and machines are busy
 @pytest.mark.parametrize('shards', [{'2x2x2': 8}, {'8x1x1': 8, '1x8x1': 8, '1x2x4': 8}])
+@pytest.mark.exhaustive_cases('shards1')
 def test_eight_devices_change_nothing_however_they_are_arranged(tmp_path, model, one_device, workdir, shards):
   found = _run(model, tmp_path / 'eight', [*shards], checkpoint=workdir)
   # In how many parts the embedding lies, as it comes from the file.
@@ -171,6 +173,7 @@ def test_two_processes_change_nothing(tmp_path, model, one_device):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_eight_devices_change_nothing_with_a_separate_critic(tmp_path, model):
   one = _run(model, tmp_path / 'one', ['1x1x1'], model__separate_critic=True)['1x1x1']
   _assert_same(_run(model, tmp_path / 'eight', ['2x2x2'], model__separate_critic=True)['2x2x2'], one)
@@ -179,6 +182,7 @@ def test_eight_devices_change_nothing_with_a_separate_critic(tmp_path, model):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(('shards', 'shapes'), [(2, ['8x1x1']), (4, ['2x2x2', '1x8x1'])])
+@pytest.mark.exhaustive_cases('4-shapes1')
 def test_devices_that_divide_the_mlp_among_them_sample_the_same_tokens(tmp_path, model, one_device, shards, shapes):
   for result in _run(model, tmp_path / 'eight', shapes, agent__decode_shards=shards).values():
     _assert_same(result, one_device)
@@ -186,6 +190,7 @@ def test_devices_that_divide_the_mlp_among_them_sample_the_same_tokens(tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.exhaustive
 def test_devices_that_divide_the_mlp_among_them_serve_the_same_replies():
   command = [sys.executable, '-m', 'tests.support.rows_worker']
   done = subprocess.run(command, cwd=ROOT, env=environment(8), capture_output=True, text=True, timeout=580)

@@ -87,6 +87,7 @@ def test_wrong_counts_are_told_in_one_line(fields, message):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
   config = mixed_config()
   trainer = build.make_trainer(config, policy)

@@ -61,6 +61,7 @@ def test_every_wording_can_be_filled():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measured_rows_are_kept():
   output = ROOT / 'runs' / 'quick' / 'prompts.json'
   output.unlink(missing_ok=True)
