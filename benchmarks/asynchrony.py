@@ -3,10 +3,11 @@
   python benchmarks/asynchrony.py --out=asynchrony.json       # a few minutes on two cores
   python benchmarks/asynchrony.py --iterations=2 --groups=2 --group_size=2 --slowest=0.3     # to see that it runs
 
-The same game is trained in three ways, on equal tasks with equal delays: `loop` is the rollout loop of other
-environments, in which a turn takes as long as its slowest step; `synchronous` plays it over the endpoint
+The same game is trained in four ways, on equal tasks with equal delays: `loop` is the rollout loop of other
+environments, in which a turn takes as long as its slowest step; `threads` is that loop with a thread for each row
+(agent.env_threads), in which rows go on while others wait; `synchronous` plays the game over the endpoint
 (envs.Agent.runner='env:Slow') and waits for the slowest episode of each iteration; `staleness k` goes on playing while
-the trainer learns (serve.max_staleness=k). As many episodes play at a time in all three: those of an iteration. The
+the trainer learns (serve.max_staleness=k). As many episodes play at a time in all: those of an iteration. The
 first iterations compile and are not timed. The delay of a step depends on the seed, the task, the episode and the turn.
 Learning rates are 0, so that all ways sample from the same policy.
 """
@@ -60,8 +61,8 @@ class SlowGame:
     return ('on' if self._turn % 2 else 'off'), float(len(action) % 2), over, over
 
 
-def make_config(arguments: argparse.Namespace, staleness: int | None) -> Any:
-  """The config of a way to train; None for the rollout loop."""
+def make_config(arguments: argparse.Namespace, staleness: int | None, threads: bool = False) -> Any:
+  """The config of a way to train; `staleness` is None for the rollout loop, perhaps with threads."""
   config, rows = default.get_config(), arguments.groups * arguments.group_size
   with config.unlocked():
     config.envs.Slow = {
@@ -79,6 +80,8 @@ def make_config(arguments: argparse.Namespace, staleness: int | None) -> Any:
   config.agent.max_context, config.length_step = 768, 256
   config.algorithm.old_logprobs, config.algorithm.tis_cap = 'trainer', 2.0
   config.train.tags = config.eval.tags = ('Slow',)
+  if threads:
+    config.agent.schedule, config.agent.env_threads = 'continuous', rows
   if staleness is not None:
     config.train.tags = config.eval.tags = ('Agent',)
     config.envs.Agent.runner = 'env:Slow'
@@ -88,9 +91,9 @@ def make_config(arguments: argparse.Namespace, staleness: int | None) -> Any:
   return config
 
 
-def measure(arguments: argparse.Namespace, staleness: int | None) -> dict[str, float]:
-  """Means over the timed iterations, in seconds where not stated otherwise."""
-  config = make_config(arguments, staleness)
+def measure(arguments: argparse.Namespace, *way: Any) -> dict[str, float]:
+  """Means over the timed iterations, in seconds where not stated otherwise; `way` as for `make_config`."""
+  config = make_config(arguments, *way)
   check_config(config)
   model = build.load_policy(config)
   found: dict[str, list[float]] = {}
@@ -136,13 +139,14 @@ def main() -> None:
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--out', type=pathlib.Path)
   arguments = parser.parse_args()
-  ways = {'loop': None, 'synchronous': 0} | {f'staleness {k}': k for k in arguments.staleness}
+  ways = {'loop': (None,), 'threads': (None, True), 'synchronous': (0,)}
+  ways |= {f'staleness {k}': (k,) for k in arguments.staleness}
   print(f'{hardware()}; {vars(arguments)}')
   found = {}
   with tempfile.TemporaryDirectory() as cache:
     use_compilation_cache('auto', cache)  # the ways share most programs
-    for name, staleness in ways.items():
-      found[name] = {k: round(x, 4) for k, x in measure(arguments, staleness).items()}
+    for name, way in ways.items():
+      found[name] = {k: round(x, 4) for k, x in measure(arguments, *way).items()}
       print(f'{name:>12}  ' + '  '.join(f'{k} {x:.2f}' for k, x in found[name].items()), flush=True)
   times = {name: numbers['iteration_s'] for name, numbers in found.items()}
   ratios = {name: round(times['synchronous'] / x, 3) for name, x in times.items()}

@@ -21,6 +21,7 @@ from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.threads import Fault
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar('_Result')
@@ -320,6 +321,10 @@ class EnvStateManager:
         if _is_first(self._warned_unsolved, pool.spec.tag):
           _log.warning('envs.%s: the best possible success is unknown (%s)', pool.spec.tag, e)
     return best
+
+  def fail(self, row: int, fault: Fault) -> None:
+    """Ends the episode of a row outside JAX as an error."""
+    self.pool_of(row).fail(row - self._slices[int(self.row_env[row])].start, fault)
 
   @property
   def faults(self) -> dict[int, Any]:

@@ -75,6 +75,8 @@ class Limits:
   decode_chunk: int
   rows_in_flight: int
   env_threads: int
+  episode_timeout: float
+  rollout_timeout: float
   replies: ReplyRewardSettings
 
   def of(self, spec: EnvSpec) -> Limits:

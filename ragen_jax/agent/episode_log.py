@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -14,6 +15,7 @@ from ragen_jax.agent.segments import Observation
 from ragen_jax.agent.trajectory import Timeline
 from ragen_jax.agent.world_model.formats import described_sections
 from ragen_jax.agent.world_model.state_reward import ReplyReward, score_turn
+from ragen_jax.utils.threads import Fault
 
 
 class EpisodeLog:
@@ -65,6 +67,8 @@ class EpisodeLog:
     self._won: set[int] = set()  # rows that are won and go on
     self._keeps_chats = not writes_tokens
     self.row_steps = 0
+    self._began = dict.fromkeys(range(rows), time.monotonic())
+    self._late_at = min(self._began.values(), default=0.0) + (limits.rollout_timeout or np.inf)
     self._replied: dict[int, tuple[TextReply, ParsedReply]] = {}  # whose turns are not over
     self._anchors = np.full((rows, limits.max_turns), -1, np.int32)
     self._anchor_ids: dict[tuple[int, Observation], int] = {}
@@ -101,6 +105,8 @@ class EpisodeLog:
     """
     prompts = {}
     for row in rows:
+      if not self.past(row):
+        self._began[row] = time.monotonic()
       env, left = int(self.envs.row_env[row]), int(self.actions_left[row])
       used = int(self.timeline.length[row])
       own = self.limits_of(row).room if room is None else room
@@ -182,8 +188,22 @@ class EpisodeLog:
         actions_left=self.actions_left[row],
         last_turn=len(self.past(row)) >= self._turns_allowed[row],
       )  # fmt: skip
+      if self.status[row] == Status.RUNNING and envs.pool_of(row).outside:
+        self._end_if_late(row)
       if row in self._pictures:
         self._pictures[row] = envs.picture(row)
+
+  def _end_if_late(self, row: int) -> None:
+    """Ends an episode as an error of its environment if it, or the rollout, has taken too long."""
+    now, most = time.monotonic(), self.limits.episode_timeout
+    if most and now - self._began[row] > most:
+      why = f'the episode took longer than agent.episode_timeout={most:g}'
+    elif now > self._late_at:
+      why = f'the rollout took longer than agent.rollout_timeout={self.limits.rollout_timeout:g}'
+    else:
+      return
+    self.envs.fail(row, Fault(why))
+    self.status[row] = Status.ENV_ERROR
 
   def _pay(self, row: int, ids: tuple[int, ...], reward: ReplyReward) -> None:
     """Writes the rewards of a reply to the tokens where they are paid."""

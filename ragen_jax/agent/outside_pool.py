@@ -59,7 +59,7 @@ class OutsidePool(Pool):
     results = self._ask('reset', lambda: self._session.reset(rows, seeds.tolist(), members.tolist()), self.rows)
     for row, result in zip(rows, (read_observation(raw, form) for raw in results), strict=True):
       if isinstance(result, Fault):
-        self._fail(row, result)
+        self.fail(row, result)
       else:
         self._seen[row] = result
     for row in rows:
@@ -108,7 +108,7 @@ class OutsidePool(Pool):
       self.used[row] += len(steps)
     for row, own in sorted(outcomes.items(), key=lambda outcome: len(outcome[1])):  # as they occurred
       if own and isinstance(own[-1], Fault):
-        self._fail(row, own[-1])
+        self.fail(row, own[-1])
     return PoolStep(rewards, np.asarray([len(own) for own in rewards], np.int32), effective, metrics)
 
   def _ask(self, what: str, call: Callable[[], list[Any]], count: int) -> list[Any]:
@@ -124,7 +124,7 @@ class OutsidePool(Pool):
       return [Fault(f'{what} did not answer for every row')] * count
     return results
 
-  def _fail(self, row: int, fault: Fault) -> None:
+  def fail(self, row: int, fault: Fault) -> None:
     self.faults[row] = fault
     self._done[row], self._success[row] = True, False
     self._warn(fault.kind, FAULT_MESSAGE, self.spec.tag, self._seeds[row], fault, self.spec.tag)

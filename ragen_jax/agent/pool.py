@@ -85,6 +85,11 @@ class Pool(abc.ABC):
     del outcomes
     raise NotImplementedError(f'{self.spec.env.name} plays in JAX')
 
+  def fail(self, row: int, fault: Fault) -> None:
+    """Ends the episode of a row as an error, and warns once of each kind. Only for environments outside JAX."""
+    del row, fault
+    raise NotImplementedError(f'{self.spec.env.name} plays in JAX')
+
   @abc.abstractmethod
   def render(self) -> list[Observation]:
     """The current observations."""

@@ -58,8 +58,8 @@ _NOT_NEGATIVE = (
   'logging.episodes', 'logging.episodes_every', 'model.logits_chunk', 'algorithm.value_clip', 'algorithm.value_coef',
   'optimizer.actor_lr', 'optimizer.critic_lr', 'optimizer.warmup_steps', 'optimizer.weight_decay',
   'algorithm.clip_ratio_low', 'algorithm.clip_ratio_high',
-  'optimizer.critic_warmup', 'agent.rows_in_flight', 'agent.env_threads', 'agent.decode_shards',
-  'optimizer.micro_batch_size',
+  'optimizer.critic_warmup', 'agent.rows_in_flight', 'agent.env_threads', 'agent.episode_timeout',
+  'agent.rollout_timeout', 'agent.decode_shards', 'optimizer.micro_batch_size',
 )  # fmt: skip
 
 

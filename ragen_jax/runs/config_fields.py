@@ -67,6 +67,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'max_rollouts',
     ),
     'replay': ('groups', 'max_age'),
+    'agent': ('episode_timeout', 'rollout_timeout'),
     'curriculum': ('order', 'iterations', 'window', 'target', 'width', 'explore', 'ema_decay'),
     'serve': (
       'timeout', 'heartbeat', 'max_attempts', 'trained', 'frozen', 'incomplete', 'success_reward', 'success_score',

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 
 import jax
+import numpy as np
 import pytest
 
 from ragen_jax import build
@@ -60,6 +62,21 @@ class Patient:
         _changed.notify_all()
     done = not self.first or self.steps == 2
     return f'{action} {self.steps}', 1.0, done, {'success': done} if done else {}
+
+
+class Endless:
+  """Goes on whatever is said, and moves a clock."""
+
+  rules = 'Say anything.'
+  action_names = ('Up', 'Down', 'Left', 'Right')
+  seconds = 0.0
+
+  def reset(self, seed):
+    return f'level {seed}'
+
+  def step(self, action):
+    Endless.seconds += 10.0
+    return f'after {action}', 0.25, False, {}
 
 
 @pytest.fixture(scope='module')
@@ -137,3 +154,27 @@ def test_threads_need_a_schedule_in_which_rows_go_on():
   for value, message in ((1, 'must be 0 with agent.schedule='), (-1, 'agent.env_threads=-1')):
     with pytest.raises(UserError, match=message):
       check_config(small_config(agent__env_threads=value))
+
+
+@pytest.mark.parametrize('threads', [0, 2])
+def test_an_episode_or_a_rollout_that_takes_too_long_ends_after_its_turn(policy, monkeypatch, threads):
+  """By a clock that only steps move on, by 10 s each; FrozenLake has no limit."""
+  monkeypatch.setattr('ragen_jax.agent.episode_log.time', types.SimpleNamespace(monotonic=lambda: Endless.seconds))
+  endless = _python('Endless', f'{__name__}:Endless', 1, workers=1)
+  (lake,) = build.env_specs(small_config(), ('FrozenLake',), (1,))
+  for field, most in (('episode', 15.0), ('rollout', 45.0)):
+    monkeypatch.setattr(Endless, 'seconds', 0.0)
+    limits = {f'agent__{field}_timeout': most, 'agent__env_threads': threads}
+    # One row at a time: what has not begun takes no time of its own.
+    episodes = _play(policy, endless, lake, agent__rows_in_flight=1, **limits).episodes
+    begun, late = 0.0, 0
+    for e in episodes[:4]:
+      seconds = begun + 10.0 * np.cumsum([len(t.rewards) for t in e.turns])
+      over = seconds - (begun if field == 'episode' else 0.0) > most
+      assert not over[:-1].any(), 'it ends after the first turn beyond the limit'
+      if len(e.turns) < 4 and sum(len(t.rewards) for t in e.turns) < 6:
+        assert over[-1] and e.status == Status.ENV_ERROR
+        assert e.error == f'the {field} took longer than agent.{field}_timeout={most:g}'
+        late += 1
+      begun = seconds[-1]
+    assert late > 1 and not any(e.error for e in episodes[4:])

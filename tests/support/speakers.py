@@ -43,6 +43,8 @@ def limits(**changes) -> Limits:
     decode_chunk=64,
     rows_in_flight=0,
     env_threads=0,
+    episode_timeout=0.0,
+    rollout_timeout=0.0,
     replies=ReplyRewardSettings(format_reward=0.0, state_reward=0.0, state_floor=0.5, state_place='turn'),
   )
   return Limits(**fields | changes)
