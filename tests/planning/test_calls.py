@@ -40,6 +40,8 @@ class _Log:
       tokenizer=types.SimpleNamespace(pad_id=0), reply_texts=lambda replies: [''] * len(replies)
     )
 
+  away = ()
+
   @property
   def live(self):
     return np.flatnonzero(self.status == Status.RUNNING).tolist()

@@ -72,6 +72,8 @@ class MadeUpLog:
     self.tokens, self.logprobs = ([[] for _ in range(rows)] for _ in range(2))  # of each row of each episode
     self.length = np.zeros(rows, int)
 
+  away = ()
+
   @property
   def live(self):
     return np.flatnonzero(self.status == Status.RUNNING).tolist()

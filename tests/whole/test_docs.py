@@ -20,8 +20,6 @@ from configs import default, frozenlake_ppo
 from ragen_jax import build, train
 from ragen_jax.agent import finite, pools
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.episode import Limits
-from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.config import agreement, checks, command_line
 from ragen_jax.distributed import processes, sharding
 from ragen_jax.distributed.watchdog import Record, Watchdog
@@ -33,6 +31,7 @@ from ragen_jax.serving.types import Progress
 from ragen_jax.training import run_lines
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.threads import Fault
+from tests.support import speakers
 from tests.support.chat_templates import CHATML_TOKENS, Kind, write_tokenizer
 from tests.support.configs import leaves, small_config
 from tests.support.paths import ROOT
@@ -246,7 +245,7 @@ def _too_long_a_prompt() -> str:
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   specs = build.env_specs(config, ('Countdown',), (1,))
   context = build.context_manager(config, tokenizer, specs)
-  limits = Limits(1, 32, 128, -0.1, 64, False, 'lockstep', 32, 0, ReplyRewardSettings(0.0, 0.0, 0.5, 'turn'))
+  limits = speakers.limits(max_turns=1, max_response_tokens=32, max_context=128, length_step=64, decode_chunk=32)
   return _error(context.check_first_prompt, 0, 'Target: 24\nNumbers: 1, 2, 3', 1, limits)
 
 
