@@ -70,6 +70,7 @@ TURNS = ['one\n\ntwo', '{{ x }} <b>', 'P_O_\n____']
 REPLIES = ['Left  || Up', 'so <answer>é\nDown</answer>.']
 
 
+@pytest.mark.slow_cases('shared')
 def test_three_turns_have_the_ids_of_the_template(pair):
   ours, theirs = pair
   messages = [('system', SYSTEM), ('user', TURNS[0])]

@@ -204,6 +204,7 @@ def test_tags_before_the_first_text_are_forced(tiny, specs, form, opening):
 
 @settings(deadline=None)
 @given(st.text(alphabet='<>/thinkaswer LeftUp|', max_size=80))
+@pytest.mark.slow
 def test_parse_never_fails_and_only_returns_actions_that_exist(text):
   spec = EnvSpec('x', FrozenLake(), Budget(), 100, 1)
 

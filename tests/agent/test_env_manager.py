@@ -61,6 +61,7 @@ def test_levels_beyond_the_signed_integers_are_levels_as_others(manager, first):
   assert manager.level_seeds.tolist() == [first + g for g in range(6) for _ in range(4)]
 
 
+@pytest.mark.slow
 def test_a_batch_equals_its_environments_stepped_by_hand(manager):
   manager.reset(900)
   rng = np.random.default_rng(0)

@@ -158,6 +158,7 @@ def test_a_pool_shows_the_instruction_and_the_picture():
   assert turned.heading == (before[0].heading + 1) % 4 and looked.heading == before[1].heading
 
 
+@pytest.mark.slow
 def test_two_cameras_are_two_images_of_an_observation():
   env = Manipulation(cameras=2, picture=2)
   assert observed_images(_spec(env), SMALL) == (2, (56, 56)) and image_columns(_spec(env), SMALL) == 2 * (4 + 2)

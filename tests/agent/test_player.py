@@ -34,6 +34,7 @@ def test_it_describes_its_rollouts(player_and_policy):
   assert player.max_turns == 2 and player.reply_prefix == '<think>'
 
 
+@pytest.mark.slow
 def test_it_plays_as_the_loop_does(player_and_policy):
   player, policy = player_and_policy
   params, key = param_state(policy.model), jax.random.key(5)

@@ -137,6 +137,7 @@ def test_loss_mask_is_true_on_sampled_tokens_and_only_there(played):
     assert stops_trained > 0.9 * sum(len(e.turns) for e in rollout.episodes)
 
 
+@pytest.mark.slow
 def test_a_cut_reply_is_closed_by_a_token_without_loss(tmp_path):
   config = _tiny_config()
   policy, _, rollout, recorder, _ = _rollout(tmp_path, config)
@@ -207,6 +208,7 @@ def test_rows_that_are_over_leave_the_batch_and_nothing_else_changes(tmp_path):
   np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_episode_that_outgrows_its_context_ends_with_a_status(tmp_path):
   config = _tiny_config(agent__max_context=160)
   _, _, rollout, recorder, _ = _rollout(tmp_path, config)

@@ -85,6 +85,7 @@ def lockstep(policy):
     'lockstep in parts, dropping rows',
   ],
 )
+@pytest.mark.slow_cases('lockstep in parts, dropping rows')
 def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
   rollout, fed = play(policy, **changes)
   assert_same(rollout, lockstep)
@@ -101,6 +102,7 @@ def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
       assert rollout.row_steps < lockstep.row_steps, 'fewer idle rows'
 
 
+@pytest.mark.slow
 def test_a_reply_in_parts_ends_at_its_most_tokens(policy):
   """Replies need 9 to 13 tokens and may have 8: a part of 5 and one of 3."""
   expected = play(policy, agent__max_response_tokens=8)[0]
@@ -108,6 +110,7 @@ def test_a_reply_in_parts_ends_at_its_most_tokens(policy):
   assert_same(play(policy, agent__max_response_tokens=8, agent__decode_chunk=5)[0], expected)
 
 
+@pytest.mark.slow
 def test_episodes_wait_for_a_slot_also_if_all_that_have_one_run_out_of_context(policy):
   """Two slots for eight episodes, whose second prompt does not fit."""
   for schedule in ('lockstep', 'continuous'):

@@ -64,6 +64,7 @@ def test_boilerplate_costs_few_tokens_and_no_text_of_the_default_prompts_falls_t
   assert len(context.first_prompt(1, '\n'.join(['######'] * 6), 10).ids) < 90
 
 
+@pytest.mark.slow
 def test_the_built_in_tokenizer_is_made_of_the_pieces_of_the_prompts(tiny):
   """Else its model would pay tens of tokens for stretches that it was trained to read as one."""
   config = sft_tiny.get_config()
@@ -105,6 +106,7 @@ def _boards(tag):
 @pytest.mark.parametrize(
   'tag', ['FrozenLake', 'SimpleSokoban', 'Bandit', 'Countdown', 'Game2048', 'Rubik2x2', 'Sudoku']
 )
+@pytest.mark.slow_cases('SimpleSokoban')
 def test_examples_are_valid_replies_and_show_each_action_as_often_as_the_others(tag):
   spec, boards = _boards(tag)
   context = ContextManager(None, [spec], context_settings(request='{example}'))
@@ -181,6 +183,7 @@ def test_the_example_of_a_board_shown_as_an_image_depends_on_the_image(specs):
   assert len(frames) > 8
 
 
+@pytest.mark.slow
 def test_a_tokenizer_for_descriptions_reads_each_of_their_parts_as_one_token(specs):
   pieces = prompt_pieces(specs, context_settings(format='world_modeling'))
   claim = 'the hole is in the same row and to the left'

@@ -92,6 +92,7 @@ def tokenizer_of(name, tmp_path, request):
 
 
 @pytest.mark.parametrize('name', ['qwen2.5-tools', 'qwen3-tools', 'other-tools', 'published'])
+@pytest.mark.slow_cases('published')
 def test_the_ids_of_an_episode_are_those_of_the_template(env, name, tmp_path, request):
   directory = tokenizer_of(name, tmp_path, request)
   tokenizer = ChatTokenizer(directory)

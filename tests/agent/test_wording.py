@@ -66,6 +66,7 @@ def test_a_line_alone_is_trimmed_and_nothing_is_no_action():
 
 
 @given(st.text(alphabet=' \t\nab|<>/', max_size=30))
+@pytest.mark.slow
 def test_an_answer_is_at_most_one_action_which_is_read_again_as_itself(answer):
   context = _context()
   pieces = context.pieces(0, answer)

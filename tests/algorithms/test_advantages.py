@@ -53,6 +53,7 @@ def test_scores_that_are_given_are_compared_in_place_of_sums_of_rewards(batch, n
 
 
 @pytest.mark.parametrize('name', NAMES)
+@pytest.mark.slow_cases('gae')
 def test_each_name_is_its_function(batch, name):
   b = batch(1)
   given = arrays_of(b)
@@ -181,6 +182,7 @@ def test_advantage_mask(batch):
   assert np.abs(np.asarray(got.advantages) - other).max() > 0.1
 
 
+@pytest.mark.slow
 def test_errors(batch):
   b = batch(0)
   given = arrays_of(b)

@@ -102,6 +102,7 @@ def test_repeated_replies():
 # --- mutual information -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mutual_information_against_loops():
   rng = np.random.default_rng(0)
   scores = rng.normal(size=(9, 6)) * 3 - 10

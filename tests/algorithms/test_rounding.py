@@ -105,6 +105,7 @@ def test_min_p_keeps_a_group_whose_score_is_the_bound_up_to_rounding():
   assert filters.select_groups(np.array([1.0, 0.2999]), **min_p).tolist() == [True, False]
 
 
+@pytest.mark.slow
 def test_steps_from_one_state_with_equal_returns_have_no_advantage_when_divided_by_deviations():
   # Before the last turn, which earns 0.7, one row earned much and the other little.
   reward = np.array([[0.3, 1e4, 0.7], [0.1, 0.2, 0.7]], np.float32)
@@ -131,6 +132,7 @@ def test_real_differences_are_not_taken_for_rounding():
   actions=st.lists(st.sampled_from([-0.1, 0.0, 0.9, -1.1, 1.0, 10.9, 0.1]), min_size=1, max_size=6),
   seed=st.integers(0, 1000),
 )
+@pytest.mark.slow
 def test_any_cut_of_any_actions_gives_no_advantage(actions, seed):
   rng = np.random.default_rng(seed)
   cuts = []

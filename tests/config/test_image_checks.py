@@ -56,6 +56,7 @@ def test_a_model_of_text_and_images_of_an_environment():
   assert_refused(check_config, small_config(model__vision='on'), r"^model\.vision='on': allowed: frozen, trained$")
 
 
+@pytest.mark.slow
 def test_options_of_images(seeing):
   for fields, message in (
     ({'envs__FrozenLake__tile': 9}, r'^envs\.FrozenLake\.tile=9: the processor .* 36x36 .* allowed: 8, 10'),

@@ -171,6 +171,7 @@ def test_the_largest_and_smallest_numbers_are_allowed():
   )
 
 
+@pytest.mark.slow
 def test_no_number_of_the_config_may_be_infinite_or_nan():
   # Sections of an environment's options are read by the environment.
   config = small_config()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ragen_jax.config import shipped
 from tests.support.paths import ROOT
 from tests.support.processes import environment, run_python
@@ -44,6 +46,7 @@ def _outside(tmp_path, *given):
   return result.stdout.splitlines() or result.stderr
 
 
+@pytest.mark.slow
 def test_config_files_import_shipped_configs_from_any_folder(tmp_path):
   own, other = tmp_path / 'own', tmp_path / 'other'
   # A folder of the user's with the same name is left to the user's files, and does not disturb the shipped ones.

@@ -36,6 +36,7 @@ def test_every_type_in_jax_is_tested_here():
 
 
 @pytest.mark.parametrize('name', ACTIONS)
+@pytest.mark.slow_cases('sokoban', 'navigation')
 def test_games_in_jax_read_actions_and_say_what_is_best(name):
   env, (text, action, written) = envs.make(name, {}), ACTIONS[name]
   assert env.read_action(text) == (action, written) and env.read_action('no such action') is None

@@ -201,6 +201,7 @@ def test_levels():
   assert len(set(Game2048().render(levels))) > 300
 
 
+@pytest.mark.slow
 def test_jit_and_vmap_change_nothing():
   env = Game2048()
   levels = make_levels(env, BLOCK)
@@ -296,6 +297,7 @@ def test_text():
   assert won.done and won.success
 
 
+@pytest.mark.slow
 def test_text_round_trip():
   env, rng = Game2048(goal=64), np.random.default_rng(2)
   states = make_levels(env, BLOCK)

@@ -39,6 +39,7 @@ def test_wrong_types_and_options_are_named_in_one_line(env_type, options, messag
 
 
 @pytest.mark.parametrize('name', ['frozen_lake', 'sokoban', 'bandit', 'countdown', 'game_2048', 'rubik_2x2', 'sudoku'])
+@pytest.mark.slow_cases('sokoban')
 def test_a_level_is_read_from_what_the_game_draws(tmp_path, name):
   env, path = registry.make(name, {}), tmp_path / 'level.txt'
   levels = make_levels(env, 2)
@@ -73,6 +74,7 @@ def test_games_outside_read_no_level(tmp_path):
     registry.load_level(make('Climb'), tmp_path / 'level.txt')
 
 
+@pytest.mark.slow
 def test_an_environment_with_one_level_has_it_for_every_key():
   env = registry.make('sokoban', {'dim': (7, 6)})
   levels = make_levels(env, 2)

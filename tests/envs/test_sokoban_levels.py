@@ -131,6 +131,7 @@ def test_the_fixed_level_is_what_is_left_when_all_rooms_fail(monkeypatch):
   assert not state.done and not state.success
 
 
+@pytest.mark.slow
 def test_same_key_same_level():
   keys = jax.random.split(jax.random.key(0), 500)
   levels = generate(SMALL, 500)

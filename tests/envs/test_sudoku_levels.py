@@ -59,6 +59,7 @@ def test_ranks():
   np.testing.assert_array_equal(sudoku_levels.ranks(jnp.asarray(numbers), axis=0)[:, 0], [2, 1, 0])
 
 
+@pytest.mark.slow
 def test_full_boards_are_all_shuffles_of_the_pattern_and_equally_likely():
   pattern = ('1234', '3412', '2341', '4123')
   lines = [(*a, *b) for a, b in itertools.product(((0, 1), (1, 0)), ((2, 3), (3, 2)))]

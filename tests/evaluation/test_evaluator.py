@@ -75,6 +75,7 @@ def test_the_held_out_levels_are_the_ones_that_are_played(evaluated):
   assert evaluator.held_out() == envs.levels()
 
 
+@pytest.mark.slow
 def test_a_budget_that_the_solver_refuses_leaves_the_optimum_unknown(tmp_path, caplog):
   tags = ('FrozenLake', 'CoordFrozenLake', 'Bandit')
   config = small_config(

@@ -47,6 +47,7 @@ def test_attention_is_a_softmax_over_the_columns_of_the_mask(settings):
 
 
 @_WAYS
+@pytest.mark.slow_cases('settings0')
 def test_attention_in_blocks_of_queries_is_attention_and_has_its_gradient(monkeypatch, settings):
   """8 queries per block: four whole blocks and a part of one."""
   q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
@@ -72,6 +73,7 @@ def test_attention_row_by_row_is_attention():
 
 
 @pytest.mark.parametrize('columns', [600, pytest.param(640, marks=pytest.mark.slow)])
+@pytest.mark.slow_cases('600')
 def test_long_rows_of_trees_attend_to_what_they_see_and_have_its_gradient(columns):
   """Four and a half or five blocks of queries; of the second tree of a row, no query sees the first."""
   q, k, v = _random(columns, seed=5)
@@ -122,6 +124,7 @@ def test_blocks_follow_the_scores_of_a_device(monkeypatch, implementation, rows,
 
 @_WAYS
 @pytest.mark.parametrize('queries', [1, 5])
+@pytest.mark.slow_cases('1-settings0')
 def test_columns_in_two_arrays_are_columns_in_one(monkeypatch, settings, queries):
   """A cache of 9 columns, of which each row has some, and new columns: against one array of all of them."""
   rng = np.random.default_rng(4)

@@ -78,6 +78,7 @@ _QUICK = {('blocks', 'trees'), ('flash', 'packed'), ('flash', 'trees'), ('splash
     for shape in SHAPES
   ],
 )
+@pytest.mark.slow_cases('flash-packed', 'splash-packed over blocks')
 def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
   if shape == 'trees' and not AttentionSettings(kernel, None).tree_columns(64):
     assert kernel == 'splash'
@@ -107,6 +108,7 @@ def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
     ),
   ],
 )
+@pytest.mark.slow_cases('blocks-packed-33', 'flash-packed over blocks-130')
 def test_kernels_attend_to_windows(kernel, shape, window):
   q, k, v, _, seen_until = make(shape)
   # What is near in a tree is so by depth.
@@ -122,6 +124,7 @@ def test_kernels_attend_to_windows(kernel, shape, window):
     np.testing.assert_allclose(x, of_all, rtol=0, atol=2e-6 * np.abs(of_all).max(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_cudnn_gets_windows_in_its_mask(monkeypatch):
   """The rest of it runs on NVIDIA GPUs only; here, attention with all scores takes its place."""
   real = jax.nn.dot_product_attention
@@ -136,6 +139,7 @@ def test_cudnn_gets_windows_in_its_mask(monkeypatch):
   ('kernel', 'ratio'),
   [('flash', 1.2), pytest.param('splash', 1.2, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow_cases('flash-1.2')
 def test_kernels_in_bfloat16_are_about_as_near_as_attention_in_bfloat16(kernel, ratio):
   want = expected('packed')
   plain = outputs_and_gradients(EINSUM, *make('packed', jnp.bfloat16))

@@ -126,6 +126,7 @@ def _gradients(mixture, x, of):
 @pytest.mark.parametrize(
   'changes', [{}, pytest.param({'normalised': False, 'shared_width': 0}, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow_cases('changes0')
 def test_given_experts_take_the_place_of_the_router_s(changes):
   mixture, rng = _mixture(**changes), np.random.default_rng(1)
   x = jnp.asarray(rng.normal(size=(2, 9, 8)), jnp.float32)
@@ -156,6 +157,7 @@ def test_numbers_of_many_experts_have_room():
   assert kinds == [np.uint8, np.uint8, np.uint16]
 
 
+@pytest.mark.slow
 def test_no_column_is_left_out_however_many_choose_one_expert():
   """All columns are equal, so they choose the same experts; and a column does not depend on the others."""
   mixture = _mixture()
@@ -267,6 +269,7 @@ def test_layers_with_experts_are_scanned_and_computed_again_on_several_devices()
   assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_numbers_of_matrices():
   shape = dict(hidden_size=4, intermediate_size=8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2)
   experts = ExpertsConfig(count=6, chosen=2, width=5, normalised=True, shared_width=3)

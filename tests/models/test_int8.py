@@ -96,6 +96,7 @@ def test_no_weight_changes_by_more_than_half_the_scale_of_its_output(seed, axes,
   np.testing.assert_allclose(scale[largest == 127] * 127, np.abs(kernel).max(axes, keepdims=True)[largest == 127], 1e-6)
 
 
+@pytest.mark.slow_cases('dense')
 def test_matrices_of_layers_are_in_8_bits_and_nothing_else_is(models):
   params = nnx.split(models[0])[1]
   held = {'/'.join(map(str, path[1:])): x.get_value() for path, x in nnx.to_flat_state(params) if path[0] == 'policy'}
@@ -114,6 +115,7 @@ def test_matrices_of_layers_are_in_8_bits_and_nothing_else_is(models):
 
 
 @pytest.mark.parametrize('remat', ['none', pytest.param('layers', marks=pytest.mark.slow)])
+@pytest.mark.slow_cases('experts-none')
 def test_what_is_computed_and_gradients_of_adapters_are_those_of_the_numbers_that_the_8_bits_stand_for(models, remat):
   found = []
   for model in models:
@@ -137,6 +139,7 @@ def test_what_is_computed_and_gradients_of_adapters_are_those_of_the_numbers_tha
     np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(np.abs(y).max(), 1e-3), err_msg=str(path))
 
 
+@pytest.mark.slow_cases('experts')
 def test_one_product_is_exactly_that_with_the_numbers_that_the_8_bits_stand_for(models):
   ours, theirs = (model.policy.layers[0].mlp for model in models)
   ours, theirs = (getattr(mlp, 'shared_expert', mlp) for mlp in (ours, theirs))
@@ -210,6 +213,7 @@ def test_the_samplers_copy_is_made_from_the_trained_weights(name):
   assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype('float32')}
 
 
+@pytest.mark.slow
 def test_scales_are_laid_out_as_the_outputs_of_their_kernels():
   mesh = jax.sharding.AbstractMesh((1, 1, 1), make_mesh(1, 1, 1).axis_names)
   like = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -95,6 +95,7 @@ def test_presets_have_the_size_that_is_published(preset, millions):
     pytest.param('qwen3-vl-8b', 8_767_123_696, 750, 415_891_440, 160_496_896, marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.slow_cases('qwen3-vl-2b-2127532032-625-306242560-100714496')
 def test_presets_that_read_images_have_the_weights_that_are_published(preset, size, tensors, tower, mergers):
   plan = weights(presets.shape(preset, ''))
   assert (sum(w.size for w in plan), len(plan)) == (size, tensors)

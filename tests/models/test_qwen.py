@@ -215,6 +215,7 @@ def test_logits_and_log_probs_are_those_of_transformers(pair):
   )
 
 
+@pytest.mark.slow_cases('gemma3', 'qwen3-experts')
 def test_gradients_are_those_of_transformers(pair):
   import torch
 
@@ -269,6 +270,7 @@ def greedy(model: Qwen, tokens: np.ndarray, valid: np.ndarray, new: int) -> tupl
   return np.asarray(reply.tokens), np.asarray(reply.logprobs)
 
 
+@pytest.mark.slow_cases('qwen2-tied-gqa', 'gemma3', 'qwen3-experts')
 def test_64_greedy_tokens_of_a_ragged_batch_are_those_of_generate(pair):
   import torch
 
@@ -322,6 +324,7 @@ def fresh(architecture: str = 'qwen2', num_layers: int = 2, *, shape: dict | Non
 
 
 @pytest.mark.parametrize('case', ['qwen3-tied', 'gemma3'])
+@pytest.mark.slow_cases('qwen3-tied', 'gemma3')
 def test_a_window_behind_a_cache_is_one_forward(case):
   """8 columns fill a first window; it is then the cache of a second one, which 12 columns are written to one by one."""
   model = fresh(shape=CASES[case])
@@ -379,6 +382,7 @@ def loss_and_gradient(remat: str, attention: AttentionSettings):
   ('remat', 'attention'),
   [('layers', EINSUM), ('none', BLOCKS), ('attention', BLOCKS), ('elementwise', SPLASH), ('attention', FLASH)],
 )
+@pytest.mark.slow_cases('elementwise-attention3')
 def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, attention):
   loss, gradient = loss_and_gradient(remat, attention)
   expected, expected_gradient = loss_and_gradient('none', EINSUM)
@@ -430,6 +434,7 @@ _WAYS = [
 
 
 @pytest.mark.parametrize('way', [*_WAYS[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in _WAYS[2:])])
+@pytest.mark.slow_cases('way0', 'way1')
 def test_scanned_layers_give_the_loop_s_loss_and_gradients(way):
   loss, gradient = gradient_of_scores(scan=True, **way)
   expected, expected_gradient = gradient_of_scores(scan=False, **way)
@@ -517,6 +522,7 @@ def test_sequences_of_one_row_do_not_see_one_another(attention):
 
 
 @pytest.mark.parametrize('attention', [EINSUM, BLOCKS, FLASH], ids=['einsum', 'blocks', 'flash'])
+@pytest.mark.slow_cases('flash')
 def test_windows_are_of_a_sequence_and_not_of_columns(attention):
   """Two sequences of one row, and where trees may be so wide two that share their beginning."""
   model = fresh(shape=CASES['gemma3'], attention=attention)
@@ -538,6 +544,7 @@ def test_windows_are_of_a_sequence_and_not_of_columns(attention):
     np.testing.assert_allclose(tree[11:], alone(np.concatenate([a[:6], b]))[6:], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_scale_of_queries_is_not_rounded_to_bfloat16(monkeypatch):
   """sqrt(8 / 10.5), as of heads of 128 with 168 in place of them; in bfloat16 it is 0.2 % smaller."""
   found = []
@@ -556,6 +563,7 @@ def hybrid(kinds: tuple[str, ...] = (LINEAR, FULL), **kwargs) -> Qwen:
   return fresh(shape=CASES['qwen3_5-tied'] | {'num_layers': len(kinds), 'layer_kinds': kinds}, **kwargs)
 
 
+@pytest.mark.slow
 def test_packed_rows_of_a_model_with_memories_do_not_see_one_another():
   model = hybrid()
   # 70 columns are two chunks; the row of one column is shorter than the convolution.

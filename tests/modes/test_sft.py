@@ -291,6 +291,7 @@ def test_training_in_the_workdir_of_a_warm_start_is_refused(whole):
     train.train_and_evaluate(config, workdir)
 
 
+@pytest.mark.slow
 def test_a_file_of_the_same_play_is_learnt_as_the_play_itself(whole, tmp_path):
   config, workdir = whole
   config = config.copy_and_resolve_references()
@@ -303,6 +304,7 @@ def test_a_file_of_the_same_play_is_learnt_as_the_play_itself(whole, tmp_path):
   assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
 def test_held_out_boards_are_not_demonstrated(tmp_path, monkeypatch, caplog):
   shown = []
 

@@ -26,6 +26,7 @@ def test_the_tower_of_a_model_that_reads_images_is_not_trained():
 
 @pytest.mark.parametrize('vision', ['frozen', 'trained'])
 @pytest.mark.slow_cases('trained')
+@pytest.mark.slow_cases('frozen')
 def test_the_programs_of_a_plan_read_images(tmp_path, vision):
   fields = {'model__vision': vision, 'model__separate_critic': True, 'optimizer__packing': vision == 'trained'}
   config = seeing_config(**fields, plan__prompt_tokens=90)
@@ -65,6 +66,7 @@ def _as_text(config):
   return config
 
 
+@pytest.mark.slow
 def test_a_plan_with_images_of_many_tokens(tmp_path):
   config = seeing_config(model__vision='trained', envs__FrozenLake__tile=64, agent__max_context=3400)
   config.model.path = checkpoint(config, tmp_path, QWEN3_VL)

@@ -71,6 +71,7 @@ def test_the_message_names_a_change_that_fits(config, monkeypatch, own, change):
   host_fit.check_host_memory(_changed(config, **change))
 
 
+@pytest.mark.slow
 def test_several_changes_are_named_if_none_is_enough_and_a_larger_machine_if_all_are_not(config, monkeypatch):
   config = _changed(config, optimizer__micro_batch_size=8, model__remat=False)
   change = {'optimizer__micro_batch_size': 1, 'model__remat': True}

@@ -110,6 +110,7 @@ def _forward(policy, tokens, positions):
   return tuple(np.asarray(x)[: len(tokens)] for x in _forward_of_14(policy, *padded))
 
 
+@pytest.mark.slow
 def test_given_rotary_offsets_are_a_full_forward_pass_with_these_positions(model, run):
   """An image in the first turn, a text turn, and a reply: one forward pass with the positions of all columns."""
   extend, decode = run
@@ -149,6 +150,7 @@ def test_positions_with_several_axes_advance_by_the_largest_and_go_on_alike_on_a
   assert after.tolist() == [18, 27, 30]
 
 
+@pytest.mark.slow
 def test_a_draw_does_not_depend_on_the_rotary_position_but_on_the_draw_position(model, run):
   extend, decode = run
   tokens, count = tokens_and_counts(rows=8)
@@ -197,6 +199,7 @@ def test_rows_that_begin_forget_what_they_held(model, run):
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reply_in_several_parts_is_the_reply_in_one(model, run):
   """Rows with budgets of their own; parts of 3 columns against one of 12."""
   extend, decode = run

@@ -38,6 +38,7 @@ _draw_rows = jax.jit(draw_row_tokens, static_argnums=4)
 
 
 @pytest.mark.parametrize('size', [5, 300, *(pytest.param(size, marks=pytest.mark.slow) for size in (1920, 3000, 3072))])
+@pytest.mark.slow_cases('300')
 def test_draw_follows_the_distribution_in_one_and_in_two_levels(size):
   rng = np.random.default_rng(size)
   p = rng.dirichlet(np.full(size, 0.3)).astype(np.float32)
@@ -166,6 +167,7 @@ def _arrays(rows):
 @pytest.mark.parametrize(
   ('rows', 'size'), [(BY_ROW, 1500), (tuple(r for r in BY_ROW if r.top_p == 1 and not r.top_k), 50)]
 )
+@pytest.mark.slow_cases('rows0-1500')
 def test_a_row_with_its_own_numbers_draws_what_a_batch_with_these_numbers_draws(rows, size):
   rows = rows * 8
   logits = 2 * jax.random.normal(jax.random.key(0), (len(rows), size))

@@ -149,6 +149,7 @@ def test_a_new_state_is_empty():
   assert all(x.shape[:2] == (3, 16) for x in jax.tree.leaves(state.cache))
 
 
+@pytest.mark.slow
 def test_rows_get_exactly_the_first_columns_of_others(state):
   (layer,) = state.cache
   found = kv_cache.share_columns(layer, jnp.asarray([2, 1, 2]), 3)

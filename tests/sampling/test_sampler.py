@@ -113,6 +113,7 @@ def test_logprobs_values_and_entropies_equal_a_full_forward_pass_over_the_timeli
       np.testing.assert_allclose(entropy, -np.sum(np.exp(logp[column - 1]) * logp[column - 1]), atol=1e-4)
 
 
+@pytest.mark.slow_cases('qwen2')
 def test_a_reply_does_not_depend_on_the_order_of_rows_nor_on_which_others_are_there(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)
@@ -185,6 +186,7 @@ def test_rows_with_numbers_of_their_own_sample_what_batches_with_these_numbers_d
     sample(sampling=PLAIN, alternatives=5)
 
 
+@pytest.mark.slow_cases('qwen2')
 def test_a_copied_row_goes_on_as_the_row_that_it_was_copied_from(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   tokens = np.random.default_rng(0).integers(8, VOCAB, size=(3, 6)).astype(np.int32)
@@ -205,6 +207,7 @@ def test_a_copied_row_goes_on_as_the_row_that_it_was_copied_from(model):
 
 
 @pytest.mark.usefixtures('new_programs')
+@pytest.mark.slow_cases('qwen2')
 def test_rows_that_share_a_prompt_go_on_as_if_each_had_read_it(model):
   """Rows 1 and 3 get the prompt of row 0, row 4 that of row 2; row 5 stays at its own, longer one."""
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
@@ -245,6 +248,7 @@ def test_programs_that_write_the_cache_do_not_copy_it(model):
     assert not re.search(rf'= f32\[{whole}\]\S* copy\(', text), name
 
 
+@pytest.mark.slow_cases('qwen2')
 def test_padding_of_the_embedding_is_never_drawn(model):
   sampler, params = Sampler(model, stop_ids=(STOP,), vocab_limit=12), nnx.split(model)[1]
   state = sampler.init(64, 32)
@@ -254,6 +258,7 @@ def test_padding_of_the_embedding_is_never_drawn(model):
   assert int(reply.tokens.max()) == 11
 
 
+@pytest.mark.slow_cases('qwen2')
 def test_some_rows_are_fed_while_the_others_are_left_alone(model):
   """Rows 3 and 1 of four get their second observation; the state of the others is the same to the bit."""
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
@@ -355,6 +360,7 @@ def test_weights_for_decoding_are_cast_once_and_nothing_else_changes(model):
 
 
 @pytest.mark.usefixtures('new_programs')
+@pytest.mark.slow_cases('qwen2')
 def test_each_program_is_traced_once_per_shape(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)
@@ -370,6 +376,7 @@ def test_each_program_is_traced_once_per_shape(model):
   assert sampler.traces == {'resize': 1, 'copy': 0, 'share': 0, 'extend': 2, 'decode': 4}
 
 
+@pytest.mark.slow_cases('qwen2')
 def test_rows_of_zeros_beside_the_few_rows_of_a_device_change_nothing(model, monkeypatch):
   """TPUs compute products of few rows with rows of zeros added; the tokens and what is recorded stay as they are."""
   found = []

@@ -58,6 +58,7 @@ def test_demonstrations_that_were_written_are_read_back_token_by_token(tmp_path,
 
 
 @pytest.mark.parametrize('which', ['tiny', 'qwen'])
+@pytest.mark.slow_cases('qwen')
 def test_the_tokens_are_those_of_the_chat_template_and_the_loss_is_on_replies_and_their_stop_tokens(
   tmp_path, tiny, which, request
 ):

@@ -71,6 +71,7 @@ def test_rewards_of_demonstrations_are_on_the_last_token_of_their_turns():
   assert {e.tag for e in episodes if e.env_return > 0} == {'FrozenLake', 'SimpleSokoban', 'Bandit'}
 
 
+@pytest.mark.slow
 def test_rows_are_the_whole_conversation_whatever_the_context_policy_and_end_where_it_does_not_fit():
   whole, *_ = _demonstrations(_style(), groups=16)
   windowed, *_ = _demonstrations(_style(), groups=16, agent__context='single_turn', agent__context_turns=1)

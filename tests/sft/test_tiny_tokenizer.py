@@ -42,6 +42,7 @@ def test_a_fresh_model_has_the_shape_that_was_asked_for():
   assert cfg.vocab_size == 304 and param_state(model)
 
 
+@pytest.mark.slow
 def test_the_built_in_model_is_small_and_opens_in_transformers():
   directory = pathlib.Path(presets.resolve('tiny', ''))
   assert sum(f.stat().st_size for f in directory.iterdir()) < 3e6

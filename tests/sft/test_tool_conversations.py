@@ -121,6 +121,7 @@ def with_thoughts(messages):
 
 @pytest.mark.parametrize('system', [[], [said('system', 'Be brief. ')]], ids=['default', 'system'])
 @pytest.mark.parametrize('tools', [[LOOK, ADD], [ADD, LOOK, {**ADD, 'function': {'name': 'f'}}]], ids=['two', 'three'])
+@pytest.mark.slow_cases('shared-two-default')
 def test_tokens_are_those_of_the_template(pair, system, tools):
   ours, theirs = pair
   messages = with_thoughts([*system, *TALK])

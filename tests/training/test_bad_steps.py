@@ -62,6 +62,7 @@ def test_a_plan_knows_its_rows():
   assert packed.members.tolist() == [3, 1, 0]
 
 
+@pytest.mark.slow
 def test_each_place_of_a_step_is_caught_and_named():
   """A loss of one number for each row: its value, its gradient, the moments and the weights go bad one by one."""
 

@@ -29,6 +29,7 @@ def test_dropped_rows_do_not_touch_the_advantages_of_others(policy, played):
 
 
 @pytest.mark.parametrize('fields', [{}, {'algorithm__mask_loss': False, 'algorithm__old_logprobs': 'trainer'}])
+@pytest.mark.slow_cases('fields1')
 def test_rollouts_of_another_width_compile_nothing(policy, played, fields):
   trainer, state = learning.make_trainer(policy, **fields)
   rollout, _ = played
@@ -155,6 +156,7 @@ def test_tokens_of_older_weights_are_weighted_by_the_present_ones(policy, played
   assert policy_lag(selection, state.iteration)['rollout/policy_lag_max'] == (2 if share else 0)
 
 
+@pytest.mark.slow
 def test_masks_that_are_off_train_every_token(policy, played):
   rollout, _ = played
   t = rollout.trajectory
@@ -170,6 +172,7 @@ def test_masks_that_are_off_train_every_token(policy, played):
   assert metrics['train/num_mini_batches'] == 4
 
 
+@pytest.mark.slow
 def test_only_episodes_that_a_budget_cut_off_are_bootstrapped(policy, played):
   rollout, _ = played
   t = rollout.trajectory

@@ -57,6 +57,7 @@ def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
     np.testing.assert_allclose(x, parts_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
   """PPO with dual and value clip, entropy bonus: directional derivatives by finite differences of a NumPy loss."""
   model = random_model(30)
@@ -125,6 +126,7 @@ def test_the_value_head_has_its_own_learning_rate_and_both_are_scaled():
 )
 @pytest.mark.exhaustive_cases('fields1-options1-0.01', 'fields2-options2-0.01')
 @pytest.mark.slow_cases('fields0-options0-0.01')
+@pytest.mark.slow_cases('fields3-options3-1e+30')
 def test_a_step_that_is_not_finite_leaves_weights_and_optimiser_as_they_are_to_the_last_bit(fields, options, lr):
   model = random_model(30)
   batch, length = _batch(3)

@@ -186,6 +186,7 @@ def test_a_frozen_tower_holds_its_table_only():
 
 
 @pytest.mark.parametrize(('vision', 'packing'), [('frozen', False), ('frozen', True), ('trained', True)])
+@pytest.mark.slow_cases('frozen-False')
 def test_a_run_counts_the_images_that_its_columns_can_show(tmp_path, vision, packing):
   config = seeing_config(model__vision=vision, optimizer__packing=packing, optimizer__mini_batch_size=4)
   made = seeing_policy(config, tmp_path, QWEN3_VL)
@@ -212,6 +213,7 @@ def test_what_is_kept_is_counted_exactly():
     assert more.kept == found.kept + policy
 
 
+@pytest.mark.slow
 def test_each_device_keeps_its_part_of_what_is_trained():
   def kept(reference, *mesh):
     made = dataclasses.replace(_pretrained('qwen2.5-0.5b'), mesh=AbstractMesh(mesh, AXES))
@@ -243,6 +245,7 @@ def test_each_device_keeps_its_part_of_what_is_trained():
     ('qwen2.5-7b', (1, 4, 2), 'gpu', 'elementwise', 11264, 22.15),
   ],
 )
+@pytest.mark.slow_cases('qwen2.5-7b-mesh6-tpu-elementwise-11264-52.37')
 def test_the_whole_is_within_a_tenth_of_what_compilers_of_accelerators_need(
   preset, mesh, platform, remat, columns, needed
 ):

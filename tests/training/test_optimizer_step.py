@@ -71,6 +71,7 @@ def test_models_of_eight_layers_are_updated_in_parts(monkeypatch, layers, number
   assert len(OptimizerStep(optimizer, None).programs(trained, state, trained, _FOUND, _SCALE)) == number
 
 
+@pytest.mark.slow
 def test_layers_of_other_shapes_are_parts_too():
   """Weights in some layers only, none outside of layers, and blocks of a vision tower."""
   trained = {
@@ -95,6 +96,7 @@ def test_layers_of_other_shapes_are_parts_too():
 
 
 @pytest.mark.parametrize('layers', [1, 2])
+@pytest.mark.slow_cases('2')
 def test_a_step_is_that_of_optax(layers):
   trained = _weights(layers)
   optimizer = learning.optimizer(grad_clip=0.5, weight_decay=0.1, b2=0.99)

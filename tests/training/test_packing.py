@@ -283,6 +283,7 @@ def _model(separate: bool) -> ActorCritic:
 @pytest.mark.parametrize(
   'level', [pytest.param(level, marks=() if level == 'token' else pytest.mark.slow) for level in RATIO_LEVELS]
 )
+@pytest.mark.slow_cases('token')
 def test_packing_changes_neither_loss_nor_gradient(level):
   """If this fails, a run on an accelerator learns from other gradients than one on a CPU."""
   separate = level == 'turn'
@@ -322,6 +323,7 @@ def test_packing_changes_neither_loss_nor_gradient(level):
 
 
 @pytest.mark.parametrize('separate', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow_cases('False')
 def test_packing_changes_no_scores_and_no_gradient_of_the_critic_alone(separate):
   model = _model(separate)
   graphdef, params = nnx.split(model)

@@ -215,6 +215,7 @@ def test_ratios_are_of_the_tokens_that_were_trained(policy, played):
   assert [name for name, x in updated.items() if isinstance(x, Counts)] == ['actor/ratio']
 
 
+@pytest.mark.slow
 def test_an_iteration_is_its_steps(policy):
   trainer, state = learning.make_trainer(policy, optimizer__mini_batch_size=16)
   other = learning.copied(state)

@@ -391,6 +391,7 @@ worker.call('about', timeout_s=99)
 
 
 @pytest.mark.parametrize('way', ['close', 'collect', 'exit', 'many'])
+@pytest.mark.slow_cases('close')
 def test_the_object_is_closed_once_whatever_ends_the_worker(way, tmp_path):
   path = tmp_path / 'closed'
   if way == 'exit':

@@ -166,6 +166,7 @@ def test_numbers_that_are_not_finite_are_left_empty(iteration):
   assert all(x is None for turn in record['turns'] for x in turn['logprob'])
 
 
+@pytest.mark.slow
 def test_descriptions_are_recorded_with_verdicts_scores_and_the_images_that_the_policy_saw():
   before = Scene((1, 1), {'box': ((0, 1),), 'target': ((1, 2),)})
   after = Scene((0, 1), {'box': ((1, 1),), 'target': ((1, 2),)})

@@ -248,6 +248,7 @@ def test_kernels_for_the_cache_lower_for_a_gpu(kernel):
   assert {'xla': 'dot_general', 'pallas': 'triton'}[kernel] in text
 
 
+@pytest.mark.slow
 def test_a_kernel_that_fails_is_recorded_and_the_others_are_timed(monkeypatch):
   def broken(*_, **__):
     raise AssertionError('the first line\nand more')

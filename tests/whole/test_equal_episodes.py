@@ -195,6 +195,7 @@ def _random_cuts(rng):
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**16))
+@pytest.mark.slow
 def test_any_moves_of_sokoban_are_worth_the_same_in_any_turns(sokoban, trained, seed):
   rng = np.random.default_rng(seed)
   moves = [rng.choice(Sokoban.action_names, size=ACTIONS).tolist() for _ in range(GROUPS)]
@@ -204,6 +205,7 @@ def test_any_moves_of_sokoban_are_worth_the_same_in_any_turns(sokoban, trained, 
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**16))
+@pytest.mark.slow
 def test_rewards_of_an_environment_in_python_are_worth_the_same_in_any_turns_and_order(purse, trained, seed):
   rng = np.random.default_rng(seed)
   coins = rng.choice(list(COINS), size=ACTIONS)

@@ -137,6 +137,7 @@ def test_rows_whose_placeholders_are_not_those_of_their_images_are_refused(playe
     sight.inputs(state.params, t, larger)
 
 
+@pytest.mark.slow_cases('qwen3_vl-full')
 def test_an_update_trains_the_decoder_and_not_a_frozen_tower(played):
   trainer, state, rollout = played
   selected = trainer.select(rollout)

@@ -158,6 +158,7 @@ def test_adapters_and_a_separate_critic_are_counted():
   assert kinds['reference weights'] == sum(x.nbytes for x in jax.tree.leaves(trained['policy']))
 
 
+@pytest.mark.slow
 def test_the_states_of_linear_attention_are_counted_beside_the_cache(tmp_path):
   config = _config(plan__memory_gb=1e-6)
   policy = random_policy(config, tmp_path, **HYBRID)
@@ -272,6 +273,7 @@ def test_a_run_that_goes_on_holds_no_weights_but_its_own(tmp_path, monkeypatch):
 # -- Types -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_are_float32_activations_bfloat16_and_logits_float32():
   cfg = random_model(40).policy.cfg
   made = ActorCritic(Qwen(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -309,6 +311,7 @@ def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_withou
 # -- The same numbers --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_micro_batches_and_chunks_change_no_step():
   """Two rows at a time in chunks of 5 columns: the weights and metrics of eight rows at once."""
   batch, made = _random_batch(), random_model(40)

@@ -58,6 +58,7 @@ def test_every_requirement_is_imported():
   assert unused == STARTED_BY_USERS | IMPORTED_BY_OTHERS
 
 
+@pytest.mark.slow
 def test_everything_that_the_program_imports_is_required():
   packages = _imported('ragen_jax', 'configs', 'main.py') - OPTIONAL
   required = {

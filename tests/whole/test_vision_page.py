@@ -56,6 +56,7 @@ def test_the_table_of_sizes_is_that_of_the_benchmark():
     assert f'from {min(speeds):.0f} thousand' in PAGE and f'to {max(speeds):.0f} thousand' in PAGE
 
 
+@pytest.mark.slow
 def test_the_benchmark_draws(monkeypatch):
   with benchmark('images') as module:
     monkeypatch.setattr(module, 'CASES', {'FrozenLake 4x4': module.CASES['FrozenLake 4x4']})

@@ -158,6 +158,7 @@ def pixels_of(env, state, name, camera=0):
   )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_drawer_hides_what_is_in_it_and_the_cabinet_what_is_behind_it():
   def seen(place, opening, camera):
     return pixels_of(DRAWER, make_state(place, opening=opening), 'apple', camera)

@@ -41,6 +41,7 @@ def test_pictures_are_those_of_a_plain_ray_caster(states):
   assert len(shown) > 40
 
 
+@pytest.mark.slow
 def test_what_is_in_view_is_in_the_picture(states):
   """The pixel at the middle of an object shows it if it is in view, and something else if it is hidden."""
   env = dataclasses.replace(ENV, picture=32)

@@ -192,6 +192,7 @@ def test_no_code_of_the_class_runs_in_this_process(tmp_path, monkeypatch):
   assert [x[0] for x in session.step(range(4), ['a'] * 4)] == pids and pids[:2] == pids[2:]
 
 
+@pytest.mark.slow
 def test_sessions_share_the_processes_and_leave_nothing_in_them(tmp_path):
   path = tmp_path / 'notes'
   env, alike = (make('Wild', options={'notes': str(path)}) for _ in range(2))  # as training and evaluation make them

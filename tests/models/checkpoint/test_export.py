@@ -83,6 +83,7 @@ def test_a_run_without_the_checkpoint_that_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize('adapters', [None, _ADAPTERS], ids=['full', 'lora'])
+@pytest.mark.slow_cases('full')
 def test_restored_weights_take_the_place_of_those_that_were_loaded(tmp_path, adapters):
   expected = {}
   with Checkpointer(tmp_path, keep=2) as checkpointer:

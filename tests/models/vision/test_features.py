@@ -129,6 +129,7 @@ def rows(pair) -> list[Conversation]:
   ]
 
 
+@pytest.mark.slow_cases('qwen3_vl')
 def test_logits_are_those_of_transformers(pair, rows):
   import torch
 
@@ -151,6 +152,7 @@ def test_rows_do_not_see_the_images_of_others(pair, rows):
 
 
 @_QWEN2_5_IS_SLOW
+@pytest.mark.slow_cases('qwen3_vl')
 def test_decoders_in_a_loop_add_features_after_their_first_layers(pair):
   graphdef, params = nnx.split(pair.ours)
   rng = np.random.default_rng(6)
@@ -184,6 +186,7 @@ PROMPT = 68
 
 @_QWEN2_5_IS_SLOW
 @pytest.mark.usefixtures('new_programs')
+@pytest.mark.slow_cases('qwen3_vl')
 def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_whole_rows(pair):
   model, cfg = pair.ours, pair.ours.cfg.vision
   policy = ActorCritic(model)
@@ -264,6 +267,7 @@ def loss_and_gradient(pair):
 
 
 @_QWEN2_5_IS_SLOW
+@pytest.mark.slow_cases('qwen3_vl')
 def test_gradients_are_those_of_transformers_and_of_finite_differences(pair, loss_and_gradient):
   import torch
 

@@ -380,6 +380,7 @@ def _check(plan, before, reserved, rendered):
     st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 40), st.integers(0, 5), st.integers(0, 30)), max_size=14
   )
 )
+@pytest.mark.slow
 def test_whatever_a_client_sends_rows_are_what_was_fed_and_every_sampled_token_is_in_one_place(operations):
   agent = Agent()
   client = Client(agent)

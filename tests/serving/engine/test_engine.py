@@ -225,6 +225,7 @@ def test_text_in_pieces_is_the_text_of_the_ids(shared):
     assert reply.text == shared._decode_text(ids)
 
 
+@pytest.mark.slow
 def test_a_rollout_over_the_engine_has_the_ids_of_the_built_in_rollout():
   """All turns of all episodes of FrozenLake, played by a speaker before, with the same keys."""
   config = small_config(agent__max_response_tokens=24, length_step=128, train__temperature=1.0)
@@ -273,6 +274,7 @@ def long_request(prompt):
   return request(prompt, max_tokens=60)
 
 
+@pytest.mark.slow
 def test_a_call_that_is_cancelled_ends_as_aborted_and_frees_its_slot(gated):
   engine, gate = gated
   first, second = (submit(engine, long_request(p)) for p in prompts(2, 20, seed=7))
@@ -333,6 +335,7 @@ def test_callers_in_many_threads_get_their_own_replies(shared, sampler_and_param
   assert aborted and shared.stats().used == shared.stats().queued == 0
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_calls(sampler_and_params):
   with start(*sampler_and_params, slots=2, max_queue=1) as engine:
     engine.pause(drain=False)

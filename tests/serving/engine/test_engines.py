@@ -40,6 +40,7 @@ def test_every_name_has_an_engine():
     Engines('policy', {'one': 1}, (('a', 'one'), ('b', 'two'), ('c', 'three')))
 
 
+@pytest.mark.slow
 def test_each_engine_has_its_own_weights_and_keeps_them(made):
   sampler, _, engines = made
   asked = request(prompts(1, 30)[0], max_tokens=6)

@@ -120,6 +120,7 @@ def test_rollouts_that_the_store_holds_are_not_played_again(played):
   assert {r.attempts for r in records} == {1}
 
 
+@pytest.mark.slow
 def test_greedy_evaluations_are_greedy(policy, tmp_path):
   config, params, key = agents_config(), param_state(policy.model), jax.random.key(5)
   limits = small_config(agent__max_context=512, agent__max_response_tokens=32, envs__FrozenLake__max_turns=5)
