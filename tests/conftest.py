@@ -65,14 +65,23 @@ _FOLDERS = ('whole', '', 'modes', 'planning', 'training', 'sft', 'evaluation', '
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Marks cases of tests, and sorts the tests by folder; those of a file stay together and in order."""
+  unknown: dict[tuple[str, str], set[str]] = {}  # ids that marks name, by test
   for item in items:
     for kind in ('exhaustive', 'slow'):
-      if any(item.callspec.id in mark.args for mark in item.iter_markers(f'{kind}_cases')):
+      named = {id_ for mark in item.iter_markers(f'{kind}_cases') for id_ in mark.args}
+      if named:
+        unknown.setdefault((item.nodeid.partition('[')[0], kind), set(named)).discard(item.callspec.id)
+      if named and item.callspec.id in named:
         item.add_marker(kind)
     if item.get_closest_marker('exhaustive'):
       item.add_marker('slow')
+
+  if not any('::' in argument for argument in config.args):  # else some cases are not collected
+    stale = [f'{test}: {kind}_cases names no case {ids}' for (test, kind), ids in unknown.items() if ids]
+    if stale:
+      raise pytest.UsageError('\n'.join(stale))
 
   def rank(item: pytest.Item) -> int:
     folder, *below = item.path.relative_to(ROOT / 'tests').parts
