@@ -239,3 +239,22 @@ class Quiz:
 
   def rationale(self):
     return f'One more than {self.number}.'
+
+
+class Shaky:
+  """Fails in some steps, by its seed, its member and the step: it raises, or ends its process."""
+
+  rules = 'Go on.'
+  action_names = ('Up', 'Down', 'Left', 'Right')
+
+  def reset(self, seed, member):
+    self.number = 3 * seed + member
+    return f'number {seed % 5}'
+
+  def step(self, action):
+    self.number += 1 + len(action)
+    if self.number % 11 == 3:
+      raise OSError('out of order')
+    if self.number % 11 == 7:
+      os._exit(5)
+    return f'number {self.number % 5}', 0.1 * (self.number % 5), self.number % 5 == 0, self.number % 5 == 0
