@@ -127,6 +127,7 @@ def _advice(config, topology=TOPOLOGY, **other):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_advice_is_given_only_where_a_number_asks_for_it(monkeypatch):
   one = topologies.parse('h100:1')
 

@@ -12,6 +12,7 @@ from tests.support.paths import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_benchmark_runs_and_all_sides_have_the_same_loss():
   command = [sys.executable, 'benchmarks/cpu.py', '--quick', '--parts=decode,update,turns']
   subprocess.run(command, cwd=ROOT, check=True, timeout=280, capture_output=True)

@@ -198,7 +198,7 @@ def test_a_run_with_a_warm_up_and_replay_goes_on_as_if_it_had_not_been_stopped(t
 @pytest.mark.slow
 @pytest.mark.usefixtures('new_programs')
 @pytest.mark.parametrize('separate', [False, True])
-@pytest.mark.exhaustive_cases('False')
+@pytest.mark.exhaustive
 def test_success_and_explained_variance_rise(tmp_path, separate):
   """Arms that always pay the same: a pair that the model knows, but the wrong way round, and one that it does not."""
   config = small_config(

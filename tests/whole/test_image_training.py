@@ -74,6 +74,7 @@ def test_the_gradient_of_a_trained_tower_is_that_of_finite_differences(tmp_path,
     np.testing.assert_allclose((values[0] - values[1]) / (2 * step), norm, rtol=2e-2)
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_trained_beside_a_tower(tmp_path, monkeypatch):
   for vision in ('frozen', 'trained'):
     config = seeing_config(model__vision=vision, lora__rank=2, train__groups=2)

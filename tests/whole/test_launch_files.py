@@ -212,6 +212,7 @@ def _copied():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_image_holds_what_the_jobset_starts(tmp_path):
   yaml = pytest.importorskip('yaml', reason='needs PyYAML, which comes with transformers')
   pod = yaml.safe_load(JOBSET.read_text())['spec']['replicatedJobs'][0]['template']['spec']['template']['spec']

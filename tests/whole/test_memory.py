@@ -66,6 +66,7 @@ def test_in_chunks_no_program_holds_the_logits_of_all_tokens(compiled):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_prompt_makes_no_logits(compiled):
   assert compiled['rollout']['extend'] * 8 < PROMPT_LOGITS / 4  # of all eight devices together
 

@@ -126,6 +126,7 @@ def test_a_mixed_rollout_keeps_the_order_of_tags_and_groups(policy):
 
 
 @pytest.mark.slow  # other tests see the metrics of each tag
+@pytest.mark.exhaustive
 def test_an_evaluation_on_other_games_has_metrics_for_each(policy):
   config = mixed_config()
   evaluator = build.make_evaluator(config, policy)
