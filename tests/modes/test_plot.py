@@ -29,6 +29,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_figure_of_all_panels_and_one_of_each(runs, tmp_path, caplog):
   caplog.set_level('INFO', logger='ragen_jax.modes.plot')
   paths = plot.plot(runs, str(tmp_path / 'figures'))

@@ -410,6 +410,7 @@ def test_the_first_steps_learn_from_first_replies(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_fresh_model_that_sees_learns_from_images_and_can_be_loaded(tmp_path):
   config = sft_tiny_vl.get_config()
   config.sft.update(
