@@ -52,6 +52,7 @@ def _play(policy, **fields):
 
 @pytest.mark.parametrize('schedule', [pytest.param('lockstep', marks=pytest.mark.slow), 'continuous'])
 @pytest.mark.slow_cases('continuous')
+@pytest.mark.exhaustive_cases('lockstep')
 def test_replies_end_at_the_limit_of_their_own_tag(policy, schedule):
   chunk = 8 if schedule == 'continuous' else 32
   fields = {'agent__schedule': schedule, 'agent__decode_chunk': chunk, 'length_step': 512}  # one size of the cache

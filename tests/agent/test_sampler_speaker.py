@@ -105,6 +105,7 @@ def played(request, tmp_path_factory):
 
 
 @pytest.mark.slow_cases('built-in')
+@pytest.mark.exhaustive_cases('random')
 def test_ids_are_those_fed_and_sampled(played):
   _, _, rollout, recorder, _ = played
   t = rollout.trajectory

@@ -50,6 +50,7 @@ def test_only_one_row_of_a_group_reads_its_prompt(sampler, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', ['8x1x1', '2x2x2'])
+@pytest.mark.exhaustive_cases('8x1x1')
 def test_sharing_changes_no_row_on_eight_devices(mesh):
   done = subprocess.run(
     [sys.executable, '-m', 'tests.support.shared_prompts', mesh],

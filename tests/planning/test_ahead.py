@@ -54,6 +54,7 @@ def _traces(trainer):
   return dict(trainer.model.sampler.traces), trainer.learner.traces, dict(trainer.scorer.traces)
 
 
+@pytest.mark.exhaustive_cases('128')
 def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
   config, trainer, _, _, done, background = played
   listed = program_list.programs(config, trainer, program_list.rows(config, trainer.model.sampler))

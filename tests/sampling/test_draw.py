@@ -39,6 +39,7 @@ _draw_rows = jax.jit(draw_row_tokens, static_argnums=4)
 
 @pytest.mark.parametrize('size', [5, 300, *(pytest.param(size, marks=pytest.mark.slow) for size in (1920, 3000, 3072))])
 @pytest.mark.slow_cases('300')
+@pytest.mark.exhaustive_cases('3000', '1920')
 def test_draw_follows_the_distribution_in_one_and_in_two_levels(size):
   rng = np.random.default_rng(size)
   p = rng.dirichlet(np.full(size, 0.3)).astype(np.float32)

@@ -150,6 +150,7 @@ def test_temperature_scales_the_logprobs(model):
 
 
 @pytest.mark.slow_cases('qwen2')
+@pytest.mark.exhaustive_cases('experts', 'gemma3')
 def test_rows_with_numbers_of_their_own_sample_what_batches_with_these_numbers_do(model):
   """One program for all rows; with the likeliest tokens of each distribution."""
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
@@ -361,6 +362,7 @@ def test_weights_for_decoding_are_cast_once_and_nothing_else_changes(model):
 
 @pytest.mark.usefixtures('new_programs')
 @pytest.mark.slow_cases('qwen2')
+@pytest.mark.exhaustive_cases('experts', 'gemma3')
 def test_each_program_is_traced_once_per_shape(model):
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
   keys = jax.random.split(jax.random.key(5), 4)
@@ -377,6 +379,7 @@ def test_each_program_is_traced_once_per_shape(model):
 
 
 @pytest.mark.slow_cases('qwen2')
+@pytest.mark.exhaustive_cases('gemma3', 'qwen3_5')
 def test_rows_of_zeros_beside_the_few_rows_of_a_device_change_nothing(model, monkeypatch):
   """TPUs compute products of few rows with rows of zeros added; the tokens and what is recorded stay as they are."""
   found = []

@@ -47,6 +47,7 @@ def test_packed_rows_give_the_losses_and_gradients_of_a_row_each():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.exhaustive_cases('False')
 def test_the_gradient_norm_of_a_step_is_that_which_is_clipped(separate):
   data, config = made_up_examples(), small_config(sft__value_coef=0.5)
   model = random_model(40)

@@ -148,6 +148,7 @@ def _seeing(depth: int, deepstack: tuple[int, ...], layers: int = 2) -> Language
     (3, (0, 1), 'layers'),
   ],
 )
+@pytest.mark.exhaustive_cases('3-deepstack3-layers', '3-deepstack1-none', '9-deepstack2-none')
 def test_the_estimate_counts_a_trained_tower(depth, deepstack, remat):
   made = _seeing(depth, deepstack)
   images = memory.SeenColumns(tokens=5 * 16 / 128, patches=64, shards=1)
@@ -161,6 +162,7 @@ def test_the_estimate_counts_a_trained_tower(depth, deepstack, remat):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('deepstack', [(0, 1, 2), ()])
+@pytest.mark.exhaustive_cases('deepstack1')
 def test_the_estimate_counts_layers_that_features_are_added_to(deepstack):
   made = _seeing(3, deepstack, layers=11)
   freeze(made.model.policy.visual)
@@ -414,6 +416,15 @@ _FAST = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes
   ],
 )
 @pytest.mark.slow_cases('model0-4-layers-64')
+@pytest.mark.exhaustive_cases(
+  'model9-8-elementwise-64',
+  'model6-4-layers-64',
+  'model4-8-elementwise-64',
+  'model7-8-elementwise-64',
+  'model5-4-attention-640',
+  'model3-8-elementwise-64',
+  'model2-16-attention-64',
+)
 def test_the_whole_is_within_15_percent_of_what_one_cpu_needs(model, rows, remat, chunk):
   made = _model(**model, hidden_size=256, intermediate_size=1024, vocab_size=16384, num_layers=12)
   made.model.policy.attention = blocks = AttentionSettings('blocks', None)

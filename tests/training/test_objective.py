@@ -251,6 +251,7 @@ def test_the_critic_s_warm_up_has_no_gradient_in_the_policy(separate):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.exhaustive_cases('False')
 def test_steps_are_adamw_with_two_schedules(separate):
   """One step of the critic alone, three of both; the last two with half the learning rate, as after a rollback."""
   model, batch, episode = _model(separate=separate), _batch(), np.arange(7)

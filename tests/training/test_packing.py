@@ -284,6 +284,7 @@ def _model(separate: bool) -> ActorCritic:
   'level', [pytest.param(level, marks=() if level == 'token' else pytest.mark.slow) for level in RATIO_LEVELS]
 )
 @pytest.mark.slow_cases('token')
+@pytest.mark.exhaustive_cases('sequence')
 def test_packing_changes_neither_loss_nor_gradient(level):
   """If this fails, a run on an accelerator learns from other gradients than one on a CPU."""
   separate = level == 'turn'
@@ -347,6 +348,7 @@ def test_packing_changes_no_scores_and_no_gradient_of_the_critic_alone(separate)
 @pytest.mark.slow  # a minute
 @pytest.mark.usefixtures('new_programs')
 @pytest.mark.parametrize('context', ['full', 'single_turn'])
+@pytest.mark.exhaustive_cases('single_turn')
 def test_a_packed_run_learns_what_an_unpacked_one_does(policy, context):
   """Estimates and updates of the same rollout: with a row for each turn, the rows of an episode are in several bins."""
   fields = {

@@ -93,6 +93,7 @@ def peft():
   ids=['qwen2', 'qwen3', 'qwen3_5', 'gemma3', 'qwen3_moe', 'qwen3_5_moe'],
 )
 @pytest.mark.slow_cases('qwen3_5', 'gemma3')
+@pytest.mark.exhaustive_cases('qwen3_moe')
 def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_path, cfg, peft):
   import torch
   from transformers import AutoModelForCausalLM
