@@ -47,7 +47,9 @@ def test_given_experts_are_used_layer_by_layer(shape, remat):
     assert own.dtype == np.uint8
     np.testing.assert_allclose(hidden, expected[0][1][0], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(own, expected[0][1][1])
-    chex.assert_trees_all_close(gradient, expected[1], rtol=1e-3, atol=1e-4)
+    # Gradients are sums of terms as large as the largest of their array, here above 40.
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected[1]), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * max(1.0, np.abs(b).max()))
   routed = [i for i, found in enumerate(model.cfg.with_experts) if found]
   assert (np.sort(one[0][1][1]) != np.sort(given))[:, :, routed].any()
 
