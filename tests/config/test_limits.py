@@ -119,6 +119,7 @@ def test_a_sixteenth_of_the_bad_overrides_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_bad_overrides_are_refused(monkeypatch):
   overrides = bad_overrides()
   assert len(overrides) > 1000

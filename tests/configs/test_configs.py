@@ -213,6 +213,7 @@ def test_a_variant_brings_the_settings_of_its_size():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_field_is_read_by_some_run(tmp_path, monkeypatch):
   """A short training run and a short warm start, with every access to the config written down.
 

@@ -19,7 +19,7 @@ _RUNS = HYBRID_EXPERTS | {'num_layers': 6, 'layer_kinds': (LINEAR, LINEAR, FULL)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('shape', 'remat'), [(_TURNS, 'none'), (_TURNS, 'elementwise'), (_RUNS, 'layers')])
-@pytest.mark.exhaustive_cases('shape0-none')
+@pytest.mark.exhaustive_cases('shape0-none', 'shape2-layers')
 def test_given_experts_are_used_layer_by_layer(shape, remat):
   model, rng = random_model(40, **shape).policy, np.random.default_rng(0)
   tokens = rng.integers(0, 40, (2, 7)).astype(np.int32)

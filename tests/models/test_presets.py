@@ -79,6 +79,9 @@ def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch, tm
     )),
   ],
 )  # fmt: skip
+@pytest.mark.exhaustive_cases(
+  'qwen3.5-27b-26896.0', 'qwen3.5-35b-a3b-34660.6', 'qwen3.5-9b-8953.8', 'qwen3-30b-a3b-30532.1'
+)
 def test_presets_have_the_size_that_is_published(preset, millions):
   size = sum(weight.size for weight in weights(presets.shape(preset, '')))
   assert size / 1e6 == pytest.approx(millions, abs=0.6)
@@ -96,6 +99,9 @@ def test_presets_have_the_size_that_is_published(preset, millions):
   ],
 )
 @pytest.mark.slow_cases('qwen3-vl-2b-2127532032-625-306242560-100714496')
+@pytest.mark.exhaustive_cases(
+  'qwen3-vl-8b-8767123696-750-415891440-160496896', 'qwen2.5-vl-7b-8292166656-729-631975680-44574464'
+)
 def test_presets_that_read_images_have_the_weights_that_are_published(preset, size, tensors, tower, mergers):
   plan = weights(presets.shape(preset, ''))
   assert (sum(w.size for w in plan), len(plan)) == (size, tensors)

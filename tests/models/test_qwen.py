@@ -594,6 +594,14 @@ def test_packed_rows_of_a_model_with_memories_do_not_see_one_another():
     ('gemma3', (WINDOWED, WINDOWED, FULL) * 2 + (WINDOWED,)),  # and a layer behind the loop
   ],
 )
+@pytest.mark.exhaustive_cases(
+  'qwen3_5-tied-kinds0-layers',
+  'qwen3_5-tied-kinds0-attention',
+  'qwen3_5-tied-kinds0-elementwise',
+  'gemma3-kinds1-none',
+  'gemma3-kinds1-layers',
+  'gemma3-kinds1-elementwise',
+)
 def test_layers_of_several_kinds_are_scanned_and_computed_again_without_a_difference(remat, case, kinds):
   """Two turns of a loop over three layers, packed, against the layers one by one with nothing computed again."""
   tokens = jnp.asarray(ragged((33, 21), seed=7)[0])

@@ -110,6 +110,7 @@ def test_a_killed_run_in_a_bucket_ends_like_a_run_on_a_disk(s3, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # two short warm starts
+@pytest.mark.exhaustive
 def test_a_warm_start_in_a_bucket_goes_on_and_ends_like_one_on_a_disk(s3, tmp_path, monkeypatch):
   def config(name):
     return small_config(

@@ -68,7 +68,7 @@ def test_numbers_that_differ_or_are_missing_are_named(crashes):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(('processes', 'kills'), [(1, 4), (2, 2)])
-@pytest.mark.exhaustive_cases('2-2')
+@pytest.mark.exhaustive
 def test_runs_that_are_ended_and_started_again_have_the_numbers_of_one_that_was_not(tmp_path, processes, kills):
   command = [sys.executable, 'tools/crashes.py', f'--processes={processes}', f'--kills={kills}']
   # Without the tests' own flags and cache: the runs have a cache of their own, and take seconds if XLA optimises.

@@ -89,7 +89,7 @@ def test_adapters_are_trained_beside_a_tower(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('vision', ['frozen', 'trained'])
-@pytest.mark.exhaustive_cases('frozen')
+@pytest.mark.exhaustive
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, vision):
   fields = _FIELDS | {'replay__groups': 1, 'replay__max_age': 2, 'eval__groups': 8, 'eval__every': 1}
   config = seeing_config(model__vision=vision, num_iterations=2, **fields)

@@ -164,6 +164,7 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_warm_start_with_adapters_lowers_the_loss_and_writes_either_form(tmp_path, monkeypatch):
   losses = []
 

@@ -374,6 +374,7 @@ np.savez(out, loss=loss, **flat)
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(2, 2, 2), (1, 8, 1)])
+@pytest.mark.exhaustive_cases('qwen2_5_vl-mesh0', 'qwen2_5_vl-mesh1', 'qwen3_vl-mesh0')
 def test_eight_devices_see_the_same(pair, tmp_path, mesh):
   def run(name, *mesh):
     done = subprocess.run(
