@@ -198,10 +198,11 @@ def get_config(model: str = '') -> ConfigDict:
   # sample together then depends on time, so equal runs have equal log-probs only up to rounding. 0: the rows that
   # replied play together, and all rows wait for the slowest.
   config.agent.env_threads = 0
-  # Seconds that an episode may take, and that a rollout may take, in environments outside JAX. After a turn beyond them
-  # the episode ends as an error of its environment, which is counted and not trained. 0: no limit. Each step has a
-  # limit of its own, an option of the environment such as step_timeout_s.
+  # Seconds that an episode in an environment outside JAX may take. After a turn beyond them it ends as an error of its
+  # environment, which is counted and not trained. 0: no limit. Each step has a limit of its own, an option of the
+  # environment such as step_timeout_s.
   config.agent.episode_timeout = 0.0
+  # The same for all episodes of a rollout together, in seconds from its beginning.
   config.agent.rollout_timeout = 0.0
   # Number of neighbouring devices that divide the weights of the MLP and of the vocabulary among them during sampling.
   # Each device then reads less for every token, but exchanges rows with the others twice a layer. Attention is not
