@@ -151,7 +151,6 @@ def _train(workdir, devices, *flags):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.exhaustive
 def test_a_run_goes_on_on_another_mesh(tmp_path):
   one, other = tmp_path / 'one', tmp_path / 'other'
   _train(one, 1, '--config.num_iterations=2')
