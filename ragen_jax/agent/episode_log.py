@@ -194,13 +194,16 @@ class EpisodeLog:
         self._pictures[row] = envs.picture(row)
 
   def _end_if_late(self, row: int) -> None:
-    """Ends an episode as an error of its environment if it, or the rollout, has taken too long."""
+    """Ends an episode that, or whose rollout, has taken too long: as an error of its environment, or won if it is."""
     now, most = time.monotonic(), self.limits.episode_timeout
     if most and now - self._began[row] > most:
       why = f'the episode took longer than agent.episode_timeout={most:g}'
     elif now > self._late_at:
       why = f'the rollout took longer than agent.rollout_timeout={self.limits.rollout_timeout:g}'
     else:
+      return
+    if row in self._won:
+      self.status[row] = Status.SUCCESS
       return
     self.envs.fail(row, Fault(why))
     self.status[row] = Status.ENV_ERROR
