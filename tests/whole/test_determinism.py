@@ -60,6 +60,7 @@ def _run(workdir: pathlib.Path) -> tuple[list, dict]:
   fields = [
     'num_iterations=2', 'train.groups=4', 'train.group_size=4', 'eval.groups=8', 'eval.group_size=1', 'eval.every=1',
     'optimizer.mini_batch_size=8', 'optimizer.micro_batch_size=8', 'length_step=256', 'compilation_cache=',
+    'envs.FrozenLake.max_turns=3',
   ]  # fmt: skip
   command = [
     sys.executable, 'main.py', f'--workdir={workdir}', '--config=configs/frozenlake_ppo.py',

@@ -27,6 +27,7 @@ FLAGS = [
   '--config.eval.groups=8',
   '--config.eval.group_size=1',
   '--config.eval.greedy_too=False',
+  '--config.envs.FrozenLake.max_turns=3',  # fewer programs
   '--config.optimizer.mini_batch_size=8',
   '--config.optimizer.micro_batch_size=4',
   '--config.optimizer.final_lr_fraction=1.0',
