@@ -156,6 +156,26 @@ def test_threads_need_a_schedule_in_which_rows_go_on():
       check_config(small_config(agent__env_threads=value))
 
 
+class Won(Endless):
+  """Is won by the first step, and goes on."""
+
+  def step(self, action):
+    return super().step(action)[:3] + ({'success': True},)
+
+
+def test_a_won_episode_that_a_time_limit_ends_stays_a_success(policy, monkeypatch):
+  monkeypatch.setattr('ragen_jax.agent.episode_log.time', types.SimpleNamespace(monotonic=lambda: Endless.seconds))
+  monkeypatch.setattr(Endless, 'seconds', 0.0)
+  won = _python('Won', f'{__name__}:Won', 4, workers=1)
+  monkeypatch.setattr(type(won.env), 'success_stands', True)  # as in SVG
+  episodes = _play(policy, won, agent__rows_in_flight=1, agent__episode_timeout=5.0).episodes
+  stepped = [e for e in episodes if any(t.rewards for t in e.turns)]
+  assert len(stepped) > 1 and any(len(e.turns) < 4 for e in stepped)
+  for e in stepped:
+    assert e.status == Status.SUCCESS and not e.error
+    assert not any(t.rewards for t in e.turns[:-1]), 'it ends after the first turn beyond the limit'
+
+
 @pytest.mark.parametrize('threads', [0, 2])
 def test_an_episode_or_a_rollout_that_takes_too_long_ends_after_its_turn(policy, monkeypatch, threads):
   """By a clock that only steps move on, by 10 s each; FrozenLake has no limit."""
