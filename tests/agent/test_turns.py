@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
@@ -17,6 +18,7 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.config.checks import check_config
 from ragen_jax.envs.base import Budget
+from ragen_jax.envs.outside import local
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.sampling.draw import Sampling
 from ragen_jax.utils.errors import UserError
@@ -160,7 +162,7 @@ class Won(Endless):
   """Is won by the first step, and goes on."""
 
   def step(self, action):
-    return super().step(action)[:3] + ({'success': True},)
+    return (*super().step(action)[:3], {'success': True})
 
 
 def test_a_won_episode_that_a_time_limit_ends_stays_a_success(policy, monkeypatch):
@@ -168,6 +170,7 @@ def test_a_won_episode_that_a_time_limit_ends_stays_a_success(policy, monkeypatc
   monkeypatch.setattr(Endless, 'seconds', 0.0)
   won = _python('Won', f'{__name__}:Won', 4, workers=1)
   monkeypatch.setattr(type(won.env), 'success_stands', True)  # as in SVG
+  monkeypatch.setattr(local, 'read_step', functools.partial(local.read_step, success_stands=True))
   episodes = _play(policy, won, agent__rows_in_flight=1, agent__episode_timeout=5.0).episodes
   stepped = [e for e in episodes if any(t.rewards for t in e.turns)]
   assert len(stepped) > 1 and any(len(e.turns) < 4 for e in stepped)
