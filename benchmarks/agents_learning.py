@@ -66,8 +66,6 @@ def flags(setting: str, seed: int, quick: bool) -> list[str]:
   """The flags of main.py, without the workdir."""
   config, tag, _ = SETTINGS[setting]
   own = [f'--config=configs/{config}.py', f'--config.seed={seed}', *FLAGS]
-  if setting == 'environment':  # as the programs play
-    own += ['--config.train.groups=128', '--config.train.group_size=4', '--config.algorithm.lam=0.95']
   return [*own, *(SERVER if tag == 'Agent' else ()), *(QUICK if quick else ())]
 
 

@@ -36,10 +36,7 @@ SEEDS = (0, 1, 2)
 FIRST_LEVEL = 1_000_000_000
 # Game -> (its tag, episodes a held-out level: one if the game is deterministic).
 GAMES = {'frozenlake': ('FrozenLake', 4), 'sokoban': ('SimpleSokoban', 1)}
-RL = (
-  '--config.num_iterations=20', '--config.eval.every=0', '--config.checkpoint.every=0',
-  '--config.train.groups=128', '--config.train.group_size=4', '--config.algorithm.lam=0.95',
-)  # fmt: skip
+RL = ('--config.num_iterations=20', '--config.eval.every=0', '--config.checkpoint.every=0')
 SFT = (
   '--mode=sft', '--config.sft.group_size=4', '--config.sft.steps=160', '--config.sft.batch_size=64',
   '--config.sft.val_fraction=0', '--config.sft.eval_every=0', '--config.sft.checkpoint_every=0',

@@ -17,7 +17,7 @@ from ragen_jax.agent.env_manager import EnvStateManager  # noqa: E402
 from ragen_jax.config.command_line import load_config  # noqa: E402
 from ragen_jax.models import presets  # noqa: E402
 
-TRAINING_LEVELS = 20_480  # 40 iterations of 512 groups
+TRAINING_LEVELS = 5120  # 40 iterations of 128 groups
 MODELS = {'tiny': sft_tiny, 'tiny-vl': sft_tiny_vl}
 
 

@@ -48,7 +48,6 @@ GAMES = {
 LABELS = {'images': 'tiny-vl, images', 'text': 'tiny, text'}
 PANELS = tuple(Panel(game, game, f'{game}: held-out success / best possible', every_iteration=False) for game in GAMES)
 FLAGS = (
-  '--config.train.groups=128', '--config.train.group_size=4', '--config.algorithm.lam=0.95',
   '--config.eval.every=5', f'--config.eval.groups={LEVELS}', '--config.eval.tag_groups=()',
   '--config.checkpoint.every=0', '--config.logging.episodes_every=0',
 )  # fmt: skip

@@ -8,7 +8,7 @@ from configs import frozenlake_ppo
 
 def get_config(model: str = ''):
   """The settings of frozenlake_ppo.py with the program docs/examples/frozenlake.py in place of the environment."""
-  config = frozenlake_ppo.common_settings(model)
+  config = frozenlake_ppo.get_config(model)
   config.envs.Agent.runner = 'docs/examples/frozenlake.py:play'
   config.envs.Agent.max_turns = config.envs.FrozenLake.max_turns
   config.train.tags = config.eval.tags = ('Agent',)

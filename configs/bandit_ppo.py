@@ -17,7 +17,7 @@ from configs import frozenlake_ppo
 
 def get_config(model: str = ''):
   """FrozenLake's settings on the Bandit; pretrained models get RAGEN's longer replies for its one turn."""
-  config = frozenlake_ppo.common_settings(model)
+  config = frozenlake_ppo.get_config(model)
   config.train.tags = ('Bandit',)
   config.eval.tags = ('Bandit', 'BanditTest')
   if config.model.preset != 'tiny':

@@ -13,7 +13,7 @@ from configs import frozenlake_ppo
 
 def get_config(model: str = ''):
   """FrozenLake's settings on Countdown."""
-  config = frozenlake_ppo.common_settings(model)
+  config = frozenlake_ppo.get_config(model)
   config.train.tags = ('Countdown',)
   config.eval.tags = ('Countdown',)
   # The game is deterministic, so one episode a level is enough.

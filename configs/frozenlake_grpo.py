@@ -12,7 +12,7 @@ from configs import frozenlake_ppo
 
 def get_config(model: str = ''):
   """PPO's settings with group-relative advantages; the built-in model's groups are larger, to compare within them."""
-  config = frozenlake_ppo.common_settings(model)
+  config = frozenlake_ppo.get_config(model)
   config.algorithm.adv_estimator = 'grpo'
   if config.model.preset == 'tiny':
     config.train.groups = 64

@@ -11,17 +11,7 @@ from configs import default
 
 
 def get_config(model: str = ''):
-  """The settings of all games; the built-in model plays as many levels as episodes, and rewards reach all tokens."""
-  config = common_settings(model)
-  if config.model.preset == 'tiny':
-    config.train.groups = 512
-    config.train.group_size = 1
-    config.algorithm.lam = 1.0
-  return config
-
-
-def common_settings(model: str = ''):
-  """The defaults; for the built-in models, settings that suit their size and their warm-started critics."""
+  """The defaults; for the built-in model, settings that suit its size and its warm-started critic."""
   config = default.get_config(model)
   if config.model.preset in ('tiny', 'tiny-vl'):
     config.num_iterations = 40

@@ -8,7 +8,7 @@ from configs import frozenlake_ppo
 
 def get_config(model: str = ''):
   """PPO with the paper's filter."""
-  return with_filter(frozenlake_ppo.common_settings(model))
+  return with_filter(frozenlake_ppo.get_config(model))
 
 
 def with_filter(config):

@@ -16,7 +16,7 @@ def get_config(model: str = ''):
   Args:
     model: a model that reads images, see configs/default.py; empty means 'tiny-vl'.
   """
-  config = frozenlake_ppo.common_settings(model or 'tiny-vl')
+  config = frozenlake_ppo.get_config(model or 'tiny-vl')
   config.envs.FrozenLake.observation = 'image'
   if config.model.preset == 'tiny-vl':
     # The longest form describes the board twice, with a sentence for each hole.

@@ -10,7 +10,7 @@ from configs import frozenlake_ppo
 
 def get_config(model: str = ''):
   """FrozenLake's settings on 2048 up to the tile 64."""
-  config = frozenlake_ppo.common_settings(model)
+  config = frozenlake_ppo.get_config(model)
   config.train.tags = ('Game2048',)
   config.eval.tags = ('Game2048',)
   # Tiles appear by chance, so each level is played several times.

@@ -13,7 +13,7 @@ from configs import frozenlake_ppo
 
 def get_config(model: str = ''):
   """FrozenLake's settings on the 2x2 cube, one turn from solved."""
-  config = frozenlake_ppo.common_settings(model)
+  config = frozenlake_ppo.get_config(model)
   config.train.tags = ('Rubik2x2',)
   config.eval.tags = ('Rubik2x2',)
   # The game is deterministic, so one episode a level is enough.

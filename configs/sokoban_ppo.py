@@ -15,7 +15,7 @@ from configs import frozenlake_ppo
 
 def get_config(model: str = ''):
   """FrozenLake's settings on Sokoban."""
-  config = frozenlake_ppo.common_settings(model)
+  config = frozenlake_ppo.get_config(model)
   config.train.tags = ('SimpleSokoban',)
   # Sokoban is deterministic, so more levels with one episode each give a more precise estimate.
   config.eval.tags = ('SimpleSokoban', 'SokobanDifferentGridVocab', 'LargerSokoban', 'FrozenLake')

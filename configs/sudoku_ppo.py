@@ -13,7 +13,7 @@ from configs import frozenlake_ppo
 
 def get_config(model: str = ''):
   """FrozenLake's settings on Sudoku 4x4."""
-  config = frozenlake_ppo.common_settings(model)
+  config = frozenlake_ppo.get_config(model)
   config.train.tags = ('Sudoku',)
   config.eval.tags = ('Sudoku',)
   # The game is deterministic, so one episode a level is enough.
