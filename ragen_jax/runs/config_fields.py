@@ -153,6 +153,7 @@ BEFORE = {
   'curriculum.target': 0.5, 'curriculum.width': 0.5, 'curriculum.explore': 0.25, 'curriculum.ema_decay': 0.5,
   'algorithm.policy_loss': 'ppo', 'algorithm.tau_pos': 1.0, 'algorithm.tau_neg': 1.05, 'algorithm.dro_beta': 0.05,
   'algorithm.replay_experts': False, 'serve.image_tokens': 1280,
+  'agent.episode_timeout': 0.0, 'agent.rollout_timeout': 0.0,
   'agent.request': 'Answer as {form} and nothing else, in at most {max_words} words.',
 }  # fmt: skip
 

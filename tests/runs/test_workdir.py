@@ -6,9 +6,10 @@ import json
 import pathlib
 
 import pytest
+from flax import traverse_util
 
 from configs import default
-from ragen_jax.runs.config_fields import BEFORE
+from ragen_jax.runs.config_fields import BEFORE, flatten, free_in_training
 from ragen_jax.runs.workdir import changed_fields, compare_config, record_config, workdir_lock
 from ragen_jax.utils.errors import UserError
 
@@ -85,6 +86,21 @@ def test_a_workdir_of_an_earlier_version_goes_on_with_the_fields_that_do_the_sam
     assert changed == {'reward.state_reward': ('0.0', '1.0')}
     now['agent']['format'] = 'world_modeling'
     assert changed_fields(workdir, now)[1] == {'agent.format': (f'"{form}"', '"world_modeling"')}
+
+
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path):
+  """A field that was added since must have its role and, if it matters to a run, its value of before."""
+  text = (pathlib.Path(__file__).parent / 'fields_of_2026_11_26.txt').read_text()
+  sections = [line.split(': ') for line in text.splitlines()]
+  names = {f'{section}.{name}'.removeprefix('.') for section, fields in sections for name in fields.split()}
+  now = default.get_config().to_dict()
+  now['envs'] = {'FrozenLake': now['envs']['FrozenLake']}
+  flat = flatten(now)
+  recorded = traverse_util.unflatten_dict({name: value for name, value in flat.items() if name in names}, sep='.')
+  assert len(names & flat.keys()) > 200
+  record_config(tmp_path, recorded)
+  _begin(tmp_path)
+  record_config(tmp_path, now, *free_in_training(now))
 
 
 def test_config_values_that_are_hard_to_compare(tmp_path):
