@@ -62,7 +62,7 @@ class AgentProxy:
     envs, context = self.envs, self.context
     observations = envs.reset(first_seed, first_member=first_member, level_seeds=level_seeds)
     log = EpisodeLog(envs, context, self.limits, observations, writes_tokens=speaker.writes_tokens, pictured=pictured)
-    turns = Turns(envs, self.limits.env_threads if speaker.writes_tokens else 0)
+    turns = Turns(envs, self.limits.env_threads if hasattr(speaker, 'idle') else 0)
     with contextlib.closing(turns):
       while (replies := speaker.reply(log)) is not None:
         read = {row: context.parse(int(envs.row_env[row]), reply.text, reply.ids) for row, reply in replies.items()}

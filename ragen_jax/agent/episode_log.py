@@ -222,8 +222,8 @@ class EpisodeLog:
     Raises RuntimeError if an episode is not over.
     """
     envs, faults = self.envs, self.envs.faults
-    if self.live:
-      raise RuntimeError(f'{len(self.live)} of {envs.rows} episodes were not played to their end')
+    if running := int((self.status == Status.RUNNING).sum()):
+      raise RuntimeError(f'{running} of {envs.rows} episodes were not played to their end')
     for row, episode in enumerate(self.episodes):
       episode.status = Status(int(self.status[row]))
       episode.final_observation = self.observations[row]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ from ragen_jax.agent import metrics as episode_metrics
 from ragen_jax.agent.image_observations import with_images
 from ragen_jax.agent.pool import FAULT_MESSAGE, Outcomes, Pool, PoolStep
 from ragen_jax.agent.segments import Observation
-from ragen_jax.envs.outside.base import TextStep, read_expert, read_observation, read_step
+from ragen_jax.envs.outside.base import Session, TextStep, read_expert, read_observation, read_step
 from ragen_jax.envs.outside.images import ImageObservation, read_text
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
@@ -32,8 +34,12 @@ class OutsidePool(Pool):
   def __init__(self, spec: EnvSpec, rows: int, group_size: int, processor: ProcessorConfig | None):
     super().__init__(spec, rows, group_size, processor)
     self._warned: set[str] = set()
+    self._opened: Session | None = None
     self._done, self._success = np.zeros((rows,), bool), np.zeros((rows,), bool)
     self._call = foreign.named(f'envs.{spec.tag}')
+    # Rows that play in threads of their own keep the environment's limit of what happens at a time.
+    at_once = getattr(spec.env, 'processes', 0) or getattr(spec.env, 'workers', 0)
+    self._room = threading.BoundedSemaphore(at_once) if at_once else contextlib.nullcontext()
 
   @property
   def done(self) -> np.ndarray:
@@ -43,9 +49,15 @@ class OutsidePool(Pool):
   def success(self) -> np.ndarray:
     return self._success
 
-  @functools.cached_property
+  @property
   def _session(self):
-    return self.spec.env.open(self.rows)
+    if self._opened is None:
+      self._opened = self.spec.env.open(self.rows)
+    return self._opened
+
+  def abandon(self) -> None:
+    """Gives up a rollout whose turns may still play: they play no further action, and the next has a new session."""
+    self._opened = None
 
   def reset(self, seeds: np.ndarray, members: np.ndarray) -> None:
     self.faults = {}
@@ -73,6 +85,7 @@ class OutsidePool(Pool):
 
   def play(self, actions: Mapping[int, list[Any]]) -> dict[int, Outcomes]:
     outcomes: dict[int, Outcomes] = {row: [] for row in actions}
+    session = self._opened
     read = functools.partial(read_step, form=self.spec.env.image_form, success_stands=self.spec.env.success_stands)
     # The rows play their first actions, then their second, and so on.
     for i in range(self.spec.budget.max_actions_per_turn):
@@ -80,7 +93,10 @@ class OutsidePool(Pool):
       if not rows:
         break
       chosen = [actions[row][i] for row in rows]
-      results = self._ask('step', functools.partial(self._session.step, rows, chosen), len(rows))
+      with self._room:
+        if self._opened is not session:  # the rollout was given up
+          break
+        results = self._ask('step', functools.partial(session.step, rows, chosen), len(rows))
       for row, raw in zip(rows, results, strict=True):
         outcomes[row].append(_own_names(read(raw)))
     return outcomes

@@ -133,6 +133,10 @@ class Pool(abc.ABC):
     """
     return np.full((self.rows,), np.nan, np.float32)
 
+  def abandon(self) -> None:
+    """Gives up a rollout whose turns may still play in threads. The default plays in none."""
+    return
+
   def end(self) -> None:
     """Ends the rollout: environments outside JAX may release their episodes. `reset` must precede the next `step`."""
     return

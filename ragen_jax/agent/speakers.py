@@ -21,7 +21,8 @@ class Speaker(Protocol):
 
   Attributes:
     writes_tokens: whether it writes the token rows of the log's timeline; the limits in tokens then apply to it.
-    idle: whether no reply is begun. Only speakers that write tokens have it.
+    idle: whether no reply is begun. Only speakers that go on while other rows are `away` have it; for others no row
+      plays in a thread of its own.
   """
 
   writes_tokens: ClassVar[bool]

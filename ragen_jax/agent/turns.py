@@ -63,3 +63,5 @@ class Turns:
     """Begins no turn any more. Those that play end within the time limits of their environments."""
     if self._threads is not None:
       self._threads.shutdown(wait=False, cancel_futures=True)
+    for row in self._waiting.values():
+      self._envs.pool_of(row).abandon()

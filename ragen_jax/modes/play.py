@@ -82,7 +82,7 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO, *, level: str | None
     AgentProxy(
       EnvStateManager([spec], 1),
       build.context_manager(config, tokenizer, [spec]),
-      build.episode_limits(config, [spec]),
+      dataclasses.replace(build.episode_limits(config, [spec]), episode_timeout=0.0, rollout_timeout=0.0),
     )
     for spec in specs
   ]

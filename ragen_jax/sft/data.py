@@ -125,7 +125,8 @@ def collect_demonstrations(
   rng = np.random.default_rng(settings.seed)
   parts = []
   for lesson in lessons:
-    spec, bounds = lesson.spec, lesson.limits
+    spec = lesson.spec
+    bounds = dataclasses.replace(lesson.limits, episode_timeout=0.0, rollout_timeout=0.0)
     envs = EnvStateManager([spec], settings.group_size, held_out=held_out, processor=processor)
     start = time.monotonic()
     form = lesson.context.settings.format

@@ -13,14 +13,18 @@ import pytest
 
 from ragen_jax import build
 from ragen_jax import envs as registry
+from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
+from ragen_jax.agent.speakers import RandomSpeaker
+from ragen_jax.agent.turns import Turns
 from ragen_jax.config.checks import check_config
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.outside import local
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.sampling.draw import Sampling
+from ragen_jax.sft.demonstrations import DemonstrationStyle, Demonstrator
 from ragen_jax.utils.errors import UserError
 from tests.agent.test_schedules import assert_same
 from tests.support import light_games
@@ -124,7 +128,7 @@ def test_the_episodes_are_those_of_rows_that_play_together(policy, processes):
 def test_rows_go_on_while_one_waits_for_its_environment(policy, monkeypatch, fails):
   """The first row's step ends only after the whole episodes of the others, which the device samples meanwhile."""
   monkeypatch.setattr(sys.modules[Patient.__module__], '_over', 0)
-  spec = _python('Patient', f'{__name__}:Patient', 1, per_turn=1, workers=1, options={'others': 3, 'fails': fails})
+  spec = _python('Patient', f'{__name__}:Patient', 1, per_turn=1, workers=2, options={'others': 3, 'fails': fails})
   # Fewer rows than episodes: what waits for its environment keeps its row of the device.
   first, *others = _play(policy, spec, agent__env_threads=2, agent__rows_in_flight=2).episodes
   assert all(e.status == Status.SUCCESS for e in others), [e.error for e in others]
@@ -150,6 +154,115 @@ def _noting(seen):
     return step(self, action)
 
   return noted
+
+
+class Crowd:
+  """Counts the steps that run at a time; each waits a moment for a third one."""
+
+  rules = 'Say anything.'
+  action_names = ('Up', 'Down', 'Left', 'Right')
+  running = most = 0
+
+  def reset(self, seed):
+    return f'level {seed}'
+
+  def step(self, action):
+    with _changed:
+      Crowd.running += 1
+      Crowd.most = max(Crowd.most, Crowd.running)
+      _changed.notify_all()
+      _changed.wait_for(lambda: Crowd.running > 2, timeout=0.1)
+      Crowd.running -= 1
+    return action, 1.0, True, True
+
+
+def test_no_more_rows_play_at_a_time_than_the_environment_s_workers(policy, monkeypatch):
+  monkeypatch.setattr(Crowd, 'most', 0)
+  episodes = _play(policy, _python('Crowd', f'{__name__}:Crowd', 4, workers=2), agent__env_threads=8).episodes
+  assert not any(e.error for e in episodes)
+  assert Crowd.most == 2
+
+
+class Held:
+  """Its steps wait until they are let go."""
+
+  rules = 'Say anything.'
+  action_names = ('Up', 'Down', 'Left', 'Right')
+  begun, go = [], threading.Event()
+
+  def reset(self, seed):
+    return f'level {seed}'
+
+  def step(self, action):
+    Held.begun.append(action)
+    with _changed:
+      _changed.notify_all()
+    assert Held.go.wait(60)
+    return action, 0.0, False, False
+
+
+def test_a_rollout_that_is_given_up_plays_no_further_action_and_the_next_one_is_its_own(monkeypatch):
+  monkeypatch.setattr(Held, 'begun', [])
+  monkeypatch.setattr(Held, 'go', threading.Event())
+  before = {*threading.enumerate()}
+  envs = EnvStateManager([_python('Held', f'{__name__}:Held', 4, workers=1)], 1)
+  envs.reset(5)
+  turns = Turns(envs, 2)
+  assert turns.play({row: ['Up', 'Down'] for row in range(4)}, wait=False) is None
+  with _changed:
+    assert _changed.wait_for(lambda: Held.begun, timeout=60)
+  turns.close()
+  Held.go.set()
+  for thread in {*threading.enumerate()} - before:
+    if thread.name.startswith('ragen_jax-turn'):
+      thread.join(60)
+      assert not thread.is_alive()
+  assert Held.begun == ['Up'], 'neither its second action nor the turns that waited'
+  envs.reset(5)
+  result = envs.step([['Left']] * 4)
+  assert not envs.faults and Held.begun[1:] == ['Left'] * 4 and result.executed.tolist() == [1] * 4
+
+
+def test_speakers_that_wait_for_all_rows_play_them_together(policy):
+  """Random play and demonstrations."""
+  config = small_config(**_SMALL, agent__env_threads=2)
+  style = DemonstrationStyle(discount=1.0, noise=0.0, hurry=0.0, beginner=0.0, timid=0.0, actions_per_turn=0)
+  (lake,) = build.env_specs(config, ('FrozenLake',), (2,))
+  for spec, speaker in (
+    (_python('Ladder', _LADDER, 2, workers=3), RandomSpeaker(np.random.default_rng(0))),
+    (lake, Demonstrator(np.random.default_rng(0), style)),
+  ):
+    proxy = build.agent_proxy(config, policy.tokenizer, policy.sampler, [spec], 4)
+    rollout = proxy.rollout(speaker, 10_000)
+    assert all(e.turns and e.status not in (Status.RUNNING, Status.ENV_ERROR) for e in rollout.episodes)
+
+
+def test_nothing_is_sampled_while_all_rows_are_away_and_the_host_sleeps(policy, monkeypatch):
+  asked, budgets = [], []
+  reply, decode = SamplerSpeaker.reply, policy.sampler.decode
+
+  def noted_reply(self, log):
+    asked.append(1)
+    return reply(self, log)
+
+  def noted_decode(_, params, state, key, left, **options):
+    budgets.append(left.max())
+    return decode(params, state, key, left, **options)
+
+  monkeypatch.setattr(SamplerSpeaker, 'reply', noted_reply)
+  monkeypatch.setattr(type(policy.sampler), 'decode', noted_decode)
+  crowd = _python('Crowd', f'{__name__}:Crowd', 1, workers=1)  # one after another, each for a moment
+  episodes = _play(policy, crowd, agent__env_threads=4).episodes
+  assert budgets and min(budgets) > 0
+  assert len(asked) <= len(budgets) + 2 * sum(len(e.turns) for e in episodes) + 2
+
+
+def test_threads_need_one_process(monkeypatch):
+  config = small_config(agent__env_threads=1, agent__schedule='continuous')
+  check_config(config)
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  with pytest.raises(UserError, match=r'agent\.env_threads=1: .* 2 processes'):
+    check_config(config)
 
 
 def test_threads_need_a_schedule_in_which_rows_go_on():

@@ -63,6 +63,8 @@ def test_hidden_modules_can_be_imported_again_afterwards(monkeypatch, tmp_path):
 def test_training_does_not_import_what_it_uses_nothing_of(tmp_path):
   for name in ('torch', 'boto3'):
     (tmp_path / f'{name}.py').write_text('raise SystemExit("imported")')
+  (tmp_path / 'google' / 'cloud').mkdir(parents=True)
+  (tmp_path / 'google' / 'cloud' / 'storage.py').write_text('raise SystemExit("imported")')
   # transformers imports a module without metadata, only to learn its version
   (tmp_path / 'torch-2.13.0.dist-info').mkdir()
   (tmp_path / 'torch-2.13.0.dist-info' / 'METADATA').write_text('Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n')

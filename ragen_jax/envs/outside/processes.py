@@ -238,7 +238,7 @@ class ProcessSession(Session):
         self._homes[row], results[row] = 0, self._lost(worker)
         continue
       result, fault = worker.call('step', self.number, row, action, timeout_s=self._processes.step_timeout_s)
-      if fault is None and worker.process != home:  # it ended before this call, which a new process answered
+      if isinstance(result, Fault) and result.kind == games.LOST:  # a new process answered, which has no such row
         fault = self._lost(worker)
       results[row] = fault or result
       self._homes[row] = 0 if fault else home
