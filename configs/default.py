@@ -194,15 +194,17 @@ def get_config(model: str = '') -> ConfigDict:
   # on the devices if their memory holds fewer. 0: as many as fit.
   config.agent.rows_in_flight = 0
   # Number of threads in which rows of environments outside JAX play their turns, each as soon as it has replied, while
-  # other rows sample: a slow row then delays no other. Needs the schedule 'continuous' and one process. Which rows
-  # sample together then depends on time, so equal runs have equal log-probs only up to rounding. 0: the rows that
-  # replied play together, and all rows wait for the slowest.
+  # other rows sample: a slow row then delays no other. Of one environment at most its `workers` or `processes` play at a
+  # time. Needs the schedule 'continuous' and one process. Which rows sample together then depends on time, so equal
+  # runs have equal log-probs only up to rounding. 0: the rows that replied play together, and all rows wait for the
+  # slowest.
   config.agent.env_threads = 0
   # Seconds that an episode in an environment outside JAX may take. After a turn beyond them it ends as an error of its
   # environment, which is counted and not trained. 0: no limit. Each step has a limit of its own, an option of the
   # environment such as step_timeout_s.
   config.agent.episode_timeout = 0.0
-  # The same for all episodes of a rollout together, in seconds from its beginning.
+  # The same for all episodes of a rollout together, in seconds from its beginning. Both limits include the time of
+  # compilation, and neither limits warm starts and --mode=play.
   config.agent.rollout_timeout = 0.0
   # Number of neighbouring devices that divide the weights of the MLP and of the vocabulary among them during sampling.
   # Each device then reads less for every token, but exchanges rows with the others twice a layer. Attention is not
