@@ -194,8 +194,8 @@ def get_config(model: str = '') -> ConfigDict:
   # on the devices if their memory holds fewer. 0: as many as fit.
   config.agent.rows_in_flight = 0
   # Number of threads in which rows of environments outside JAX play their turns, each as soon as it has replied, while
-  # other rows sample: a slow row then delays no other. Of one environment at most its `workers` or `processes` play at a
-  # time. Needs the schedule 'continuous' and one process. Which rows sample together then depends on time, so equal
+  # other rows sample: a slow row then delays no other. Of one environment at most its `workers` or `processes` play at
+  # a time. Needs the schedule 'continuous' and one process. Which rows sample together then depends on time, so equal
   # runs have equal log-probs only up to rounding. 0: the rows that replied play together, and all rows wait for the
   # slowest.
   config.agent.env_threads = 0
@@ -507,8 +507,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.data = ''
   # File for the solvers' play in the same format; empty for none.
   config.sft.save_data = ''
-  # Tags of the demonstrated environments. With `data`, this field and all down to `discount` have no effect.
-  config.sft.tags = ('FrozenLake',)
+  # Tags of the demonstrated environments; by default those of `train.tags`. With `data`, this field and all down to
+  # `discount` have no effect.
+  config.sft.tags = config.train.get_oneway_ref('tags')
   # Levels of each tag, in the order of the tags.
   config.sft.levels = (4096,)
   # Forms of the demonstrated replies, see agent.format, among which the levels of a tag are divided; empty for

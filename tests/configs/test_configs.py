@@ -12,7 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import default, frozenlake_ppo
-from ragen_jax import build, train
+from ragen_jax import build, load_config, train
 from ragen_jax import envs as registry
 from ragen_jax.config import checks, shipped
 from ragen_jax.config.checks import check_config
@@ -24,6 +24,14 @@ from ragen_jax.modes import export, sft
 from tests.support import lean_server, webshop_server
 from tests.support.configs import leaves, small_config
 from tests.support.paths import ROOT
+
+
+def test_a_warm_start_imitates_the_games_that_are_trained_unless_others_are_named():
+  assert load_config('sokoban_ppo').sft.tags == ('SimpleSokoban',)
+  assert load_config('frozenlake_ppo', {'train.tags': ('Bandit',)}).sft.tags == ('Bandit',)
+  config = load_config('frozenlake_ppo', {'sft.tags': ('Bandit',)})
+  assert (config.sft.tags, config.train.tags) == (('Bandit',), ('FrozenLake',))
+  assert load_config('sft_tiny').sft.tags == ('FrozenLake', 'SimpleSokoban', 'Bandit')
 
 
 def test_every_field_has_a_comment_line_above_it():
