@@ -52,13 +52,19 @@ def _byte_of_characters() -> dict[str, int]:
 
 
 def _reader(directory: str | Path) -> type:
-  """The class of transformers that reads the directory's tokenizer.
+  """The class of transformers that reads the directory's tokenizer: the one that `AutoTokenizer` chooses.
 
   It is imported late: that takes more than a second, and many commands read no tokenizer. `AutoTokenizer` imports
-  PyTorch as well where it is installed, which takes longer still, so it is for directories without `tokenizer.json`.
+  PyTorch as well where it is installed, which takes longer still, so it is not asked about Qwen2, the type of the
+  built-in model and of Qwen2.5: whatever class such a folder names, it chooses Qwen2's.
   """
-  if (Path(directory) / 'tokenizer.json').is_file():
-    from transformers import PreTrainedTokenizerFast as reader
+  try:
+    config = json.loads((Path(directory) / 'config.json').read_text())
+    known = config['model_type'] == 'qwen2' and (Path(directory) / 'tokenizer.json').is_file()
+  except (OSError, ValueError, LookupError, TypeError):
+    known = False
+  if known:
+    from transformers import Qwen2Tokenizer as reader
   else:
     from transformers import AutoTokenizer as reader
   return reader

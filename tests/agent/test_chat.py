@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.chat import ChatTokenizer, _reader
 from ragen_jax.agent.segments import as_text
 from ragen_jax.agent.templates import SYSTEM
 from ragen_jax.models import presets
@@ -87,3 +87,16 @@ def test_the_ids_of_long_texts_are_not_kept(tiny):
   assert tiny.encode(long) == tiny.encode_once(long) and kept() == before
   tiny.encode('short, new here too')
   assert kept() == before + 1
+
+
+@pytest.mark.parametrize(
+  'name', ['tiny', 'tiny-vl', 'qwen2.5-coder-0.5b-instruct', 'smollm2-135m-instruct', 'r1-distill-qwen-random']
+)
+def test_tokenizers_are_those_of_auto_tokenizer(name, real_model):
+  import transformers
+
+  directory = presets.resolve(name, '') if name.startswith('tiny') else real_model(name)
+  expected = transformers.AutoTokenizer.from_pretrained(str(directory))
+  ours = _reader(directory).from_pretrained(str(directory))
+  assert ours.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+  assert ours.special_tokens_map == expected.special_tokens_map
