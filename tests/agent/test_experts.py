@@ -154,6 +154,14 @@ def test_demonstrations_are_the_expert_s_actions_with_its_thoughts(tiny):
   assert tiny.decode(one.tokens[4][one.loss_mask[4]]).count('<answer>') == 2
 
 
+def test_the_time_limits_of_rollouts_end_no_demonstration(tiny):
+  lesson = _lesson(tiny, expert_spec(5), 0)
+  limited = dataclasses.replace(lesson.limits, episode_timeout=1e-9, rollout_timeout=1e-9)
+  lesson = dataclasses.replace(lesson, limits=limited)
+  t = collect_demonstrations([lesson], STYLE, DemonstrationSettings(2, 0), frozenset(), None)[0].trajectory
+  assert len(t.tokens) == 10
+
+
 def test_failed_demonstrations_are_counted_and_not_learnt_from(tiny, caplog):
   with caplog.at_level(logging.WARNING, 'ragen_jax.sft'):
     t = _collect(tiny, expert_spec(8, 'Troubled'), first=9).trajectory
@@ -199,6 +207,17 @@ def test_a_warm_start_takes_tags_with_experts_and_refuses_what_they_do_not_give(
   config.sft.tags = ('Climb',)
   with pytest.raises(UserError, match=r"sft\.tags: 'Climb' has no solver"):
     check_sft(config)
+
+
+def test_the_time_limits_of_rollouts_end_no_level_that_a_person_plays():
+  config = _config(train__first_level=4, agent__episode_timeout=1e-9, agent__rollout_timeout=1e-9)
+  config.train.tags = ('Sums',)
+  unlimited = _config(train__first_level=4)
+  unlimited.train.tags = ('Sums',)
+  shown = [io.StringIO(), io.StringIO()]
+  for each, out in zip((config, unlimited), shown, strict=True):
+    play(each, io.StringIO('two\nquit\n'), out)
+  assert shown[0].getvalue() == shown[1].getvalue() and 'failed' not in shown[0].getvalue()
 
 
 def test_the_hint_is_the_expert_s_next_turn():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -176,10 +177,18 @@ class Crowd:
     return action, 1.0, True, True
 
 
-def test_no_more_rows_play_at_a_time_than_the_environment_s_workers(policy, monkeypatch):
+def test_no_more_rows_play_at_a_time_than_the_environment_s_workers(monkeypatch):
   monkeypatch.setattr(Crowd, 'most', 0)
-  episodes = _play(policy, _python('Crowd', f'{__name__}:Crowd', 4, workers=2), agent__env_threads=8).episodes
-  assert not any(e.error for e in episodes)
+  envs = EnvStateManager([_python('Crowd', f'{__name__}:Crowd', 16, workers=2)], 1)
+  envs.reset(5)
+  with contextlib.closing(Turns(envs, 8)) as turns:
+    played, over = turns.play({row: ['Up'] for row in range(16)}, wait=False), []
+    while True:
+      over += played.rows if played else []
+      if len(over) == 16:
+        break
+      played = turns.play({}, wait=True)
+  assert sorted(over) == [*range(16)] and not envs.faults
   assert Crowd.most == 2
 
 
