@@ -179,6 +179,7 @@ class Demonstrator:
     if too_long or timeline.length[row] + len(prompt.ids) + len(reply.ids) > log.limits.max_context:
       log.leave(row, Status.OUT_OF_CONTEXT)
       return None
-    timeline.append_context(row, prompt.ids, log.turn, prompt.images)
-    timeline.append_reply(row, reply.ids, log.turn, values=plan.value)
+    turn = len(log.past(row))
+    timeline.append_context(row, prompt.ids, turn, prompt.images)
+    timeline.append_reply(row, reply.ids, turn, values=plan.value)
     return reply

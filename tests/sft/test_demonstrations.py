@@ -10,6 +10,7 @@ from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.episode import Status
+from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.world_model.descriptions import describe
 from ragen_jax.agent.world_model.formats import described_sections
 from ragen_jax.models import presets
@@ -69,6 +70,19 @@ def test_rewards_of_demonstrations_are_on_the_last_token_of_their_turns():
   for row, episode in enumerate(episodes):
     np.testing.assert_allclose(trajectory.rewards[row][ends[row]], [t.reward for t in episode.turns], atol=1e-6)
   assert {e.tag for e in episodes if e.env_return > 0} == {'FrozenLake', 'SimpleSokoban', 'Bandit'}
+
+
+def test_the_work_for_a_row_does_not_grow_with_the_number_of_rows(monkeypatch):
+  reads = []
+  turn = EpisodeLog.turn.fget
+  monkeypatch.setattr(EpisodeLog, 'turn', property(lambda log: reads.append(log) or turn(log)))  # looks at all rows
+  counts = []
+  for groups in (2, 64):
+    reads.clear()
+    _, episodes, *_ = _demonstrations(_style(), tags=('Bandit',), groups=groups)
+    assert len(episodes) == groups
+    counts.append(len(reads))
+  assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.slow
