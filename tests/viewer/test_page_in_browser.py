@@ -77,8 +77,34 @@ def _open(page, **chosen):
   """Opens the first episode of a selection, and waits for it."""
   for name, value in chosen.items():
     Select(page.find_element(By.ID, name)).select_by_value(value)
-  _all(page, '.entry.active')[0].click()
-  _wait(page, lambda: _all(page, '.turn'))
+  entry = page.find_element(By.CSS_SELECTOR, '.entry.active')
+  shown = f'[data-episode="{entry.get_attribute("id").removeprefix("entry-")}"] .turn'
+  entry.click()
+  _wait(page, lambda: _all(page, shown) and '#' in page.current_url)
+
+
+def test_the_first_episode_of_the_list_is_open_until_the_reader_opens_one(page, run):
+  def wait_for(kind, step):
+    of_it = ['step', step, 'kind', kind]
+    _wait(page, lambda: _all(page, '.facts') and _all(page, '.facts')[0].text.split()[:4] == of_it)
+    assert page.switch_to.active_element.get_attribute('id') != 'detail'
+
+  wait_for('evaluation', '90')
+  assert '#' not in page.current_url  # the page of a longer run opens its own first episode
+  Select(page.find_element(By.ID, 'split')).select_by_value('val-greedy')
+  wait_for('evaluation,', '90')
+  Select(page.find_element(By.ID, 'order')).select_by_value('earliest')
+  wait_for('evaluation,', '0')
+  assert 'active open' in _all(page, '.entry')[0].get_attribute('class')
+  _open(page)
+  Select(page.find_element(By.ID, 'order')).select_by_value('latest')
+  assert 'active open' in page.find_element(By.CSS_SELECTOR, '.entry.active').get_attribute('class')
+  assert _all(page, '.facts')[0].text.split()[:4] == ['step', '0', 'kind', 'evaluation,']
+  page.set_window_size(800, 900)  # no room beside the list
+  page.get('about:blank')
+  page.get((run / PAGE).as_uri())
+  assert page.find_element(By.CSS_SELECTOR, '.entry.active').is_displayed() and not _all(page, '.turn')
+  page.set_window_size(1400, 900)
 
 
 def test_a_thousand_episodes_load_within_two_seconds(page, run):
@@ -148,9 +174,8 @@ def test_the_keyboard_is_enough(page):
   _press(page, Keys.HOME, Keys.ARROW_UP)
   assert active() == 1
   _press(page, Keys.ENTER)
-  _wait(page, lambda: _all(page, '.turn'))
+  _wait(page, lambda: page.switch_to.active_element.get_attribute('id') == 'detail')
   first = page.find_element(By.CSS_SELECTOR, '.facts').text
-  assert page.switch_to.active_element.get_attribute('id') == 'detail'
   _press(page, 'j')  # while reading: the next one at once
   _wait(page, lambda: page.find_element(By.CSS_SELECTOR, '.facts').text != first)
   assert active() == 2
