@@ -9,6 +9,7 @@ This file is loaded by its path and imports only the package's `utils`, so that 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -27,15 +28,14 @@ from mcp.shared.message import SessionMessage
 from ragen_jax.utils.errors import describe_error, one_line
 from ragen_jax.utils.worker_link import last_words
 
-# What `McpClient.call` says of a call. After `LATE` or `AWAY` the connection is of no use any more.
-TEXT, MISTAKE, UNREADABLE, LATE, AWAY, NOT_TRIED = 'text', 'mistake', 'unreadable', 'late', 'away', 'not tried'
+# What `McpClient.exchange` says of a call. After `LATE` or `AWAY` the connection is of no use any more.
+TEXT, MISTAKE, UNREADABLE, LATE, AWAY = 'text', 'mistake', 'unreadable', 'late', 'away'
 
 _INHERITED = ('HOME', 'LANG', 'LOGNAME', 'PATH', 'PYTHONPATH', 'SHELL', 'TERM', 'TMPDIR', 'USER', 'VIRTUAL_ENV')
 _LARGEST_LINE = 16 << 20  # bytes of a message of a program
 _KEPT_OUTPUT = 1 << 14  # characters of the end of stderr
 _GRACE_S = 1.0  # for a program to end after one of its pipes has been closed
 _MOST_PAGES = 50  # of a list of tools
-_MOST_LATE = 3  # calls of a batch
 _CONNECT_S = 30.0  # also for sending a request
 # Codes of JSON-RPC with which a server, or the client in its name, says that it is not in a state to answer. The last
 # one stands for a session that has ended, where the server has an address; a program refuses a request with it.
@@ -46,18 +46,18 @@ _AWAY_CODES_OF_ADDRESSES = (*_AWAY_CODES, mcp_types.INVALID_REQUEST)
 class McpClient:
   """A connection to a server."""
 
-  def __init__(self, server: str | Sequence[str], environment: Sequence[str], workers: int):
+  def __init__(self, server: str | Sequence[str], environment: Sequence[str]):
     """Connects, and starts the server first if it is a program.
 
     Args:
       server: address of the server, or the words of the command that starts it.
       environment: names of variables that the program gets from this process, beside the usual ones.
-      workers: calls at a time.
 
     Raises:
       ConnectionError: there is no connection; the message says why.
     """
-    self._workers, self._output = workers, ''
+    self._output = ''
+    self._calls: dict[int, concurrent.futures.Future] = {}
     self._away_codes = _AWAY_CODES_OF_ADDRESSES if isinstance(server, str) else _AWAY_CODES
     if isinstance(server, str):
       transport = _http(server)
@@ -77,17 +77,21 @@ class McpClient:
     """The tools of the server: name, description and schema of each, as the server gives them."""
     return self._portal.call(self._tools)
 
-  def call(self, name: str, batch: Sequence[Mapping[str, Any]], timeout_s: float) -> list[tuple[str, str]]:
-    """Calls a tool once for each mapping of arguments, several times at once.
+  def exchange(self, begin: Sequence[tuple], wait_s: float) -> list[tuple[int, str, str]]:
+    """Begins calls, and waits a little for one to end.
 
     Args:
-      timeout_s: time limit of a call. After three calls that exceed it, the others are not made.
+      begin: (number, name of the tool, arguments, time limit in seconds) of each call.
 
     Returns:
-      For each call its outcome and a text: the result, `TEXT`; an error that the arguments caused, `MISTAKE`; or why
-      there is no result.
+      For each call that has ended its number, its outcome and a text: the result, `TEXT`; an error that the arguments
+      caused, `MISTAKE`; or why there is no result.
     """
-    return self._portal.call(self._batch, name, batch, timeout_s)
+    for number, *call in begin:
+      self._calls[number] = self._portal.start_task_soon(self._call, *call)
+    concurrent.futures.wait(self._calls.values(), wait_s, concurrent.futures.FIRST_COMPLETED)
+    ended = [number for number, call in self._calls.items() if call.done()]
+    return [(number, *self._calls.pop(number).result()) for number in ended]
 
   def close(self) -> None:
     """Ends the connection, and the server if it is a program."""
@@ -102,21 +106,6 @@ class McpClient:
       if cursor is None:
         return found
     raise ValueError(f'the list of tools has more than {_MOST_PAGES} pages')
-
-  async def _batch(self, name: str, batch: Sequence[Mapping[str, Any]], timeout_s: float) -> list[tuple[str, str]]:
-    outcomes, late = [(NOT_TRIED, '')] * len(batch), []
-    free = anyio.CapacityLimiter(self._workers)
-
-    async def call(i: int) -> None:
-      async with free:
-        if len(late) < _MOST_LATE:
-          outcomes[i] = await self._call(name, batch[i], timeout_s)
-          late.extend([i] * (outcomes[i][0] == LATE))
-
-    async with anyio.create_task_group() as tasks:
-      for i in range(len(batch)):
-        tasks.start_soon(call, i)
-    return outcomes
 
   async def _call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> tuple[str, str]:
     try:

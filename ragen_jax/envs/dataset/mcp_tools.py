@@ -22,8 +22,10 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from concurrent import futures
+from typing import Any
 
+from ragen_jax.envs.dataset.mcp_calls import Connection, McpCalls, Outcome
 from ragen_jax.envs.dataset.tools import Tool, WrongArguments, cut
 from ragen_jax.envs.options import LEAST_MEMORY_MIB, check_integer, check_seconds, check_text, check_whole_number
 from ragen_jax.envs.outside.images import read_text
@@ -45,7 +47,7 @@ _LONGEST_NAME = 50  # characters; it is part of a metric
 _LONGEST_HELP = 1000  # characters
 _LARGEST_SCHEMA = 1 << 16  # characters
 _LONGEST_WAIT_S = 30.0
-_SLACK_S = 10.0  # beyond the time limits of the calls, for their way
+_MOST_LATE = 3  # calls of a batch
 _MOST_MEMORY_MIB = (1 << 30) - 1
 
 
@@ -118,19 +120,6 @@ class Listed:
   schema: Mapping[str, Any]
 
 
-class Connection(Protocol):
-  """What this module uses of `utils.workers.Worker`."""
-
-  def call(self, method: str, *args: Any, timeout_s: float) -> tuple[Any, Fault | None]:
-    """The result of a method of `McpClient`; the process is started at the first call."""
-
-  def restart(self, because: str) -> None:
-    """Ends the process; the next call starts another one."""
-
-  def close(self) -> None:
-    """Ends the process for good."""
-
-
 class McpServer:
   """A connection to a server, which is made when it is needed, and again after the server has gone."""
 
@@ -156,10 +145,11 @@ class McpServer:
     if self._is_address and '@' in target.split('/')[2]:
       raise ValueError('tools: an MCP server has a user name or a password, which configs would show; allowed: none')
     self._target: str | list[str] = target if self._is_address else words
-    how = (self._target, list(settings.environment), settings.workers)
+    how = (self._target, list(settings.environment))
     limits = {'memory_mib': settings.memory_mib, 'start_timeout_s': settings.start_timeout_s}
     self._is_given = worker is not None
     self._worker = worker if worker is not None else Worker(_FACTORY, how, name=spec, **limits)
+    self._calls = McpCalls(self._worker, settings.workers)
 
   @functools.cached_property
   def tools(self) -> tuple[Listed, ...]:
@@ -195,24 +185,34 @@ class McpServer:
   ) -> list[str | WrongArguments | Fault]:
     """The results of calls of a tool, in order; the text of an error of the server is `WrongArguments`.
 
-    A call that the server could not answer because it has gone is repeated, after a new start. A call that exceeded its
-    limit is not: it is a fault, and the server is started again for the next call, because it may hang.
+    Any thread may call; up to `workers` calls run at a time. A call that the server could not answer because it has
+    gone is repeated, after a new start. A call that exceeded its limit is not: it is a fault, and the server is started
+    again for the next call, because it may hang. After three such calls of a batch, its others are not made.
     """
-    s, results, waiting = self._settings, [None] * len(batch), list(range(len(batch)))
-    limit = timeout_s * -(-len(batch) // s.workers) + _SLACK_S
+    late: list[int] = []
+
+    def result(arguments: Mapping[str, Any]) -> str | WrongArguments | Fault:
+      if len(late) >= _MOST_LATE:
+        return Fault(f'{tool.name} took longer than {timeout_s:g} s', 'not tried, because earlier calls took too long')
+      outcome = self._outcome(tool.sent, arguments, timeout_s)
+      late.extend([1] * (outcome.kind == 'late'))
+      return _result_of(tool.name, outcome, timeout_s)
+
+    if len(batch) == 1:
+      return [result(batch[0])]
+    with futures.ThreadPoolExecutor(min(len(batch), self._settings.workers), 'ragen_jax-mcp') as threads:
+      return list(threads.map(result, batch))
+
+  def _outcome(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
+    """What a call comes to, after its repetitions."""
+    s = self._settings
     for tried in range(s.retries + 1):
       if tried:
         time.sleep(pause_s(tried, s.backoff_s, _LONGEST_WAIT_S))
-      raw, fault = self._worker.call('call', tool.sent, [dict(batch[i]) for i in waiting], timeout_s, timeout_s=limit)
-      outcomes = _read_outcomes(raw, len(waiting)) if fault is None else [('away', str(fault))] * len(waiting)
-      if any(kind in ('late', 'away') for kind, _ in outcomes):
-        self._worker.restart('the server did not answer')
-      for i, (kind, text) in zip(waiting, outcomes, strict=True):
-        results[i] = _result_of(tool.name, kind, text, timeout_s)
-      waiting = [i for i, (kind, _) in zip(waiting, outcomes, strict=True) if kind == 'away']
-      if not waiting:
+      outcome = self._calls.call(name, arguments, timeout_s)
+      if outcome.kind != 'away':
         break
-    return results
+    return outcome
 
   def close(self) -> None:
     """Ends the connection, and the program; later calls are faults."""
@@ -334,19 +334,9 @@ def _kind_of(kind: Any) -> dict[str, Any]:
   return found | ({'enum': choices} if isinstance(choices, list) and choices else {})
 
 
-def _read_outcomes(raw: Any, count: int) -> list[tuple[str, str]]:
-  """The outcomes that `McpClient.call` returned; each 'unreadable' if they are none."""
-  if (
-    isinstance(raw, list)
-    and len(raw) == count
-    and all(isinstance(x, tuple) and list(map(type, x)) == [str, str] for x in raw)
-  ):
-    return raw
-  return [('unreadable', short(raw))] * count
-
-
-def _result_of(name: str, kind: str, text: str, timeout_s: float) -> str | WrongArguments | Fault:
-  """What a call came to; see the names of outcomes in mcp_client.py."""
+def _result_of(name: str, outcome: Outcome, timeout_s: float) -> str | WrongArguments | Fault:
+  """What a call came to."""
+  kind, text = outcome
   if kind in ('text', 'mistake'):
     checked = read_text(text)
     if isinstance(checked, Fault):
@@ -354,9 +344,6 @@ def _result_of(name: str, kind: str, text: str, timeout_s: float) -> str | Wrong
     if kind == 'mistake':
       return WrongArguments(checked if checked.strip() else f'{name} answers that this call is wrong.')
     return f'{name}: {checked}' if checked.strip() else f'{name} returned an empty text.'
-  late = f'{name} took longer than {timeout_s:g} s'
   if kind == 'late':
-    return Fault(late, hung=True)
-  if kind == 'not tried':
-    return Fault(late, 'not tried, because earlier calls took too long')
+    return Fault(f'{name} took longer than {timeout_s:g} s', hung=True)
   return Fault(f'{name} got no answer' if kind == 'away' else f'{name} returned no usable result', text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -9,12 +10,15 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent import futures
 
 import pytest
 
 from ragen_jax import envs as registry
 from ragen_jax.envs.dataset import mcp_tools
+from ragen_jax.envs.dataset.mcp_calls import McpCalls
 from ragen_jax.envs.dataset.mcp_tools import McpServer, McpSettings, McpTool, select_tools
 from ragen_jax.envs.dataset.tool_use import Told, make_toolbox
 from ragen_jax.envs.dataset.tools import WrongArguments
@@ -32,16 +36,24 @@ RAW = ROOT / 'tests' / 'support' / 'mcp_raw_server.py'
 
 
 class Scripted:
-  """In place of the process of a client: gives what it is told to, call by call, and notes what is asked."""
+  """In place of the process of a client: gives what it is told to, for each list of calls, and notes what is asked."""
 
   def __init__(self, *answers):
     self.answers, self.asked, self.restarts = list(answers), [], 0
+    self.process, self.last_end = 1, ''
 
   def call(self, method, *args, timeout_s):
-    """The next answer."""
+    """The next answer; outcomes are given the numbers of the calls."""
+    if method == 'exchange' and not args[0]:
+      return [], None
     self.asked.append((method, *args, timeout_s))
     answer = self.answers.pop(0)
-    return (None, answer) if isinstance(answer, Fault) else (answer, None)
+    if isinstance(answer, Fault):
+      return None, answer
+    if method == 'exchange' and isinstance(answer, list):
+      numbers = [number for number, *_ in args[0]]
+      return [(n, *outcome) for n, outcome in zip(numbers, answer, strict=True)], None
+    return answer, None
 
   def restart(self, because):
     """Counts."""
@@ -159,36 +171,39 @@ def test_tools_are_chosen_by_their_names():
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-def test_each_outcome_has_its_meaning():
-  outcomes = [
-    ('text', 'found'), ('text', ' '), ('mistake', 'no such city'), ('mistake', ''), ('unreadable', 'odd'),
-    ('late', ''), ('not tried', ''), ('text', 'x' * (2 << 20)),
-  ]  # fmt: skip
-  tool, script = tool_of(outcomes)
-  found = tool.call([{'q': str(i)} for i in range(8)])
-  assert found[:2] == ['look: found', 'look returned an empty text.']
-  assert [str(x) for x in found[2:4]] == ['no such city', 'look answers that this call is wrong.']
-  assert all(isinstance(x, WrongArguments) for x in found[2:4])
-  assert found[4:7] == [
-    Fault('look returned no usable result', 'odd'), Fault('look took longer than 5 s', hung=True),
-    Fault('look took longer than 5 s', 'not tried, because earlier calls took too long'),
-  ]  # fmt: skip
-  assert found[7].kind == 'look returned no usable text'
-  assert script.restarts == 1 and len(script.asked) == 2  # a call that is late is not repeated
-  assert script.asked[1] == ('call', 'look', [{'q': str(i)} for i in range(8)], 5.0, 15.0)
+@pytest.mark.parametrize(
+  ('outcome', 'meaning', 'restarts'),
+  [
+    (('text', 'found'), 'look: found', 0),
+    (('text', ' '), 'look returned an empty text.', 0),
+    (('unreadable', 'odd'), Fault('look returned no usable result', 'odd'), 0),
+    (('late', ''), Fault('look took longer than 5 s', hung=True), 1),
+  ],
+)
+def test_each_outcome_has_its_meaning(outcome, meaning, restarts):
+  tool, script = tool_of([outcome])
+  assert tool.call([{'q': 'a'}]) == [meaning]
+  assert script.restarts == restarts and len(script.asked) == 2  # a call that is late is not repeated
+  ((_, *call),) = script.asked[1][1]
+  assert call == ['look', {'q': 'a'}, 5.0]
 
 
-def test_the_limit_of_a_batch_allows_for_calls_that_wait():
-  tool, script = tool_of([('text', 'a')] * 7, workers=3)
-  tool.call([{'q': 'a'}] * 7)
-  assert script.asked[1][-1] == 3 * 5.0 + 10.0
+@pytest.mark.parametrize(
+  ('told', 'read'), [('no such city', 'no such city'), ('', 'look answers that this call is wrong.')]
+)
+def test_a_mistake_is_told_to_the_policy(told, read):
+  (mistake,) = tool_of([('mistake', told)])[0].call([{'q': 'a'}])
+  assert isinstance(mistake, WrongArguments) and str(mistake) == read
 
 
-def test_calls_whose_server_has_gone_are_repeated_and_no_others():
-  tool, script = tool_of([('text', 'a'), ('away', 'gone'), ('mistake', 'm')], [('text', 'b')])
-  first, second, third = tool.call([{'q': 'a'}, {'q': 'b'}, {'q': 'c'}])
-  assert (first, second, str(third)) == ('look: a', 'look: b', 'm')
-  assert script.restarts == 1 and script.asked[2][2] == [{'q': 'b'}]
+def test_a_result_that_is_too_long_is_a_fault():
+  assert tool_of([('text', 'x' * (2 << 20))])[0].call([{'q': 'a'}])[0].kind == 'look returned no usable text'
+
+
+def test_a_call_whose_server_has_gone_is_repeated():
+  tool, script = tool_of([('away', 'gone')], [('text', 'b')])
+  assert tool.call([{'q': 'b'}]) == ['look: b']
+  assert script.restarts == 1 and [ask[1][0][2] for ask in script.asked[1:]] == [{'q': 'b'}] * 2
 
 
 @pytest.mark.parametrize(('retries', 'tries'), [(0, 1), (3, 4)])
@@ -203,10 +218,134 @@ def test_repetitions_have_an_end(retries, tries, monkeypatch):
   assert script.restarts == tries and not script.answers and pauses == [0.5, 1.0, 2.0][:retries]
 
 
-@pytest.mark.parametrize('answer', [None, [], [('text', 'a')] * 2, [['text', 'a']], [('text', 3)], ['text']])
+@pytest.mark.parametrize('answer', [None, 'text', [('text', 3)], [('text', 'a', 'b')], [(b'text', 'a')]])
 def test_what_is_no_answer_of_the_client_is_a_fault(answer):
   tool, _ = tool_of(answer)
   assert tool.call([{'q': 'a'}])[0].kind == 'look returned no usable result'
+
+
+# -- calls at the same time --------------------------------------------------------------------------------------------
+
+
+class Client:
+  """In place of the process of a client: a call named 'now' ends at once, others when the test lets them.
+
+  Attributes:
+    begun: names of the calls that it was given since the last start.
+  """
+
+  def __init__(self):
+    self.process, self.last_end, self.begun, self.restarts = 1, '', [], 0
+    self._running, self._ends, self._changed, self._is_dead = {}, {}, threading.Condition(), False
+
+  def call(self, method, begin, wait_s, *, timeout_s):
+    """Ends calls as `end` has said."""
+    with self._changed:
+      if self._is_dead:  # another process takes its place
+        self.process, self.last_end, self._running, self._is_dead = self.process + 1, 'exit status 9', {}, False
+      self._running |= {number: name for number, name, *_ in begin}
+      self.begun += [name for _, name, *_ in begin]
+      self._changed.notify_all()
+      self._changed.wait_for(lambda: self._ended(), 0.01)
+      ended = self._ended()
+      self._running = {n: name for n, name in self._running.items() if n not in ended}
+      return [(n, *outcome) for n, outcome in ended.items()], None
+
+  def _ended(self):
+    ends = {'now': ('text', 'now')} | self._ends
+    return {n: ends[name] for n, name in self._running.items() if name in ends}
+
+  def end(self, **outcomes):
+    """Lets calls end, by name."""
+    with self._changed:
+      self._ends |= outcomes
+      self._changed.notify_all()
+
+  def wait_for(self, *names):
+    """Until these calls are begun."""
+    with self._changed:
+      assert self._changed.wait_for(lambda: {*names} <= {*self.begun}, 20), self.begun
+
+  def die(self):
+    """The process ends before the next call."""
+    with self._changed:
+      self._is_dead = True
+
+  def restart(self, because):
+    """Counts."""
+    with self._changed:
+      assert not self._running, 'calls that run are not given up'
+      self.restarts, self.process, self.begun = self.restarts + 1, self.process + 1, []
+
+
+@contextlib.contextmanager
+def calls_of(most=3):
+  """A client, and a function that begins a call in a thread of its own."""
+  client = Client()
+  calls = McpCalls(client, most)
+  with futures.ThreadPoolExecutor(8) as threads:
+    yield client, lambda name: threads.submit(calls.call, name, {}, 20.0)
+    client.end(a=('text', 'a'), b=('text', 'b'), c=('text', 'c'))
+
+
+def test_calls_of_other_threads_go_on_while_one_waits():
+  with calls_of() as (client, begin):
+    slow = begin('a')
+    client.wait_for('a')
+    assert begin('now').result(20) == begin('now').result(20) == ('text', 'now')
+    assert not slow.done()
+    client.end(a=('mistake', 'm'))
+    assert slow.result(20) == ('mistake', 'm') and client.restarts == 0
+
+
+def test_no_more_calls_run_than_the_limit_says():
+  with calls_of(most=2) as (client, begin):
+    running = [begin('a'), begin('b')]
+    client.wait_for('a', 'b')
+    third = begin('now')
+    assert not futures.wait([third], 0.2).done and client.begun == ['a', 'b']
+    client.end(a=('text', 'x'))
+    assert running[0].result(20) == ('text', 'x') and third.result(20) == ('text', 'now')
+
+
+@pytest.mark.parametrize('kind', ['late', 'away'])
+def test_a_server_is_started_again_when_the_calls_that_run_have_ended(kind):
+  with calls_of() as (client, begin):
+    hung, other = begin('a'), begin('b')
+    client.wait_for('a', 'b')
+    client.end(a=(kind, 'why'))
+    assert hung.result(20) == (kind, 'why')
+    third = begin('now')
+    assert not futures.wait([third], 0.2).done and client.restarts == 0, 'it waits for the start'
+    client.end(b=('text', 'b'))
+    assert other.result(20) == ('text', 'b') and third.result(20) == ('text', 'now')
+    assert client.restarts == 1 and client.begun == ['now']
+
+
+def test_calls_of_a_process_that_has_ended_have_gone():
+  with calls_of() as (client, begin):
+    running = [begin('a'), begin('b')]
+    client.wait_for('a', 'b')
+    client.die()
+    assert [call.result(20) for call in running] == [('away', 'exit status 9')] * 2
+    assert client.restarts == 0 and begin('now').result(20) == ('text', 'now')
+
+
+def test_a_call_of_which_the_client_says_nothing_is_late(monkeypatch):
+  monkeypatch.setattr('ragen_jax.envs.dataset.mcp_calls._SLACK_S', -19.8)
+  with calls_of() as (client, begin):
+    call = begin('a')
+    client.wait_for('a')
+    monkeypatch.setattr(client, 'restart', lambda because: None)
+    assert call.result(20) == ('late', '')
+
+
+def test_after_three_calls_of_a_batch_that_are_late_its_others_are_not_made():
+  tool, script = tool_of(*[[('late', '')]] * 3, workers=1)
+  *late, fourth = tool.call([{'q': 'a'}] * 4)
+  assert late == [Fault('look took longer than 5 s', hung=True)] * 3
+  assert fourth == Fault('look took longer than 5 s', 'not tried, because earlier calls took too long')
+  assert script.restarts == 3 and not script.answers
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -390,6 +529,22 @@ def test_a_program_that_dies_or_hangs_is_a_fault_and_serves_the_next_call():
   hung, fine = told(box, 'do_it[{"how": "hang"}]', 'do_it[{"how": "well"}]')
   assert hung == Fault('do_it took longer than 2 s', hung=True) and fine.text == 'do_it: well'
   assert has_ended(second[0]) and told(box, 'do_it[{"how": "again"}]')[0].text == 'do_it: again'
+  close(box)
+
+
+@needs_mcp
+@pytest.mark.slow
+def test_rows_in_threads_call_a_program_at_the_same_time():
+  box = make_toolbox((f'mcp:{sys.executable} {RAW}',), {'mcp': {'timeout_s': 20.0}, 'do_it': {'timeout_s': 1.0}})
+  box.check()
+  session = box.open(2)
+  with futures.ThreadPoolExecutor(2) as threads:
+    hung = threads.submit(session.step, [0], ['do_it[{"how": "hang"}]'])
+    time.sleep(0.3)
+    (fine,) = session.step([1], ['do_it[{"how": "well"}]'])
+    assert fine.text == 'do_it: well' and not hung.done()
+    assert hung.result(30) == [Fault('do_it took longer than 1 s', hung=True)]
+  assert told(box, 'do_it[{"how": "again"}]')[0].text == 'do_it: again'
   close(box)
 
 
