@@ -19,7 +19,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+import urllib.parse
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import openai
@@ -66,30 +67,59 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
     servers = {name: {'url': url, 'timeout': limit} for name, url in mcp_urls.items()}
     async with contextlib.AsyncExitStack() as stack:
       policy = await stack.enter_async_context(openai.AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None))
-      async with _at_most(limit, 'the list of tools'):
+      async with _at_most(limit, 'the list of tools', mcp_urls.values()):
         tools, origins, connections = await connect_mcp({'mcpServers': servers}, stack)
       with contextlib.suppress(_NoRoom):
         while calls := await _reply(policy, ctx.model, messages, tools):
           for call in calls:
-            async with _at_most(limit, f'the tool {call.function.name}'):
+            name = call.function.name
+            async with _at_most(limit, f'the tool {name}', [mcp_urls[origins[name][0]]] if name in origins else ()):
               content = await _called(call, origins, connections)
             messages.append({'role': 'tool', 'tool_call_id': call.id, 'content': content})
     return vf.ProgramResult(exit_code=0, stdout='', stderr='')
 
 
 @contextlib.asynccontextmanager
-async def _at_most(limit_s: float, what: str) -> AsyncIterator[None]:
-  """Context manager: raises RuntimeError, which names `what`, if its block takes longer.
+async def _at_most(limit_s: float, what: str, urls: Iterable[str]) -> AsyncIterator[None]:
+  """Context manager: raises RuntimeError, which names `what`, if its block takes longer, or a server has ended.
 
-  The library says of a TimeoutError that the whole conversation took too long.
+  The library says of a TimeoutError that the whole conversation took too long, and calls servers that have ended for
+  minutes.
   """
+  gone = False
+
+  async def watch(timer: asyncio.Timeout) -> None:
+    nonlocal gone
+    while not gone:
+      await asyncio.sleep(_BEAT_S)
+      gone = await _has_ended(urls)
+    timer.reschedule(0.0)
+
   try:
     async with asyncio.timeout(limit_s) as timer:
-      yield
+      watcher = asyncio.create_task(watch(timer))
+      try:
+        yield
+      finally:
+        watcher.cancel()
   except TimeoutError as e:
     if not timer.expired():
       raise
-    raise RuntimeError(f'{what} took longer than {limit_s:g} s') from e
+    raise RuntimeError(f'{what}: its server has ended' if gone else f'{what} took longer than {limit_s:g} s') from e
+
+
+async def _has_ended(urls: Iterable[str]) -> bool:
+  """Whether a server does not listen any more."""
+  for url in urls:
+    address = urllib.parse.urlsplit(url)
+    try:
+      _, writer = await asyncio.open_connection(address.hostname, address.port or 443)
+    except ConnectionRefusedError:
+      return True
+    except OSError:  # it is far away, and the way to it may be broken
+      continue
+    writer.close()
+  return False
 
 
 class _NoRoom(Exception):
@@ -148,7 +178,7 @@ class VerifiersWorker:
     if not self._tasks:
       raise ValueError('the package has no task')
     self._rollouts: dict[int, concurrent.futures.Future] = {}
-    self._loop, self._serving, self._done = asyncio.new_event_loop(), None, None
+    self._loop, self._served = asyncio.new_event_loop(), list[_Served]()
     self._last_beat = time.monotonic()
     threading.Thread(target=self._run, daemon=True, name='rollouts').start()
 
@@ -181,10 +211,11 @@ class VerifiersWorker:
 
   def close(self) -> None:
     """Ends what the package serves, such as programs of tools."""
-    if self._done is not None:
-      with contextlib.suppress(Exception):
-        self._loop.call_soon_threadsafe(self._done.set)
-        asyncio.run_coroutine_threadsafe(_finished(self._serving), self._loop).result(_CLOSE_S)
+    with contextlib.suppress(Exception):
+      asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_S)
+
+  async def _end(self) -> None:
+    await asyncio.gather(*(served.end() for served in self._served), return_exceptions=True)
 
   def _run(self) -> None:
     def beat() -> None:
@@ -198,37 +229,83 @@ class VerifiersWorker:
   async def _play(
     self, number: int, index: int, base_url: str, api_key: str, model: str, max_turns: int
   ) -> dict[str, Any]:
-    await self._serve()
+    served = await self._serve()
     variable = f'RAGEN_POLICY_API_KEY_{number}'  # programs do not inherit names with API_KEY
     os.environ[variable] = api_key
+    served.enter()
     try:
+      await served.ready()
       client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable, timeout={'connect': None})
-      env = _with_most_turns(self._env, max_turns)
+      env = _with_most_turns(served.env, max_turns)
       (slot,) = env.slots(self._tasks[index])
       return _outcome(await env.run_slot(slot, vf.ModelContext(model=model, client=client)))
     finally:
       os.environ.pop(variable, None)
+      served.leave()
 
-  async def _serve(self) -> None:
-    """Starts what all rollouts share, once; raises what the start raises."""
-    if self._serving is None or self._serving.done():
-      self._done, ready = asyncio.Event(), asyncio.Event()
-      self._serving = asyncio.create_task(self._keep_serving(self._done, ready))
-      self._serving.ready = ready
-    started = asyncio.ensure_future(self._serving.ready.wait())
-    await asyncio.wait([started, self._serving], return_when=asyncio.FIRST_COMPLETED)
+  async def _serve(self) -> _Served:
+    """What a rollout shares with others; if a server of the last ones has ended, it is started again."""
+    last = self._served[-1:]
+    is_over = not last or last[0].task.done() or await _has_ended(last[0].urls)
+    if is_over and last == self._served[-1:]:  # else another rollout was faster
+      self._served = [served for served in self._served if not served.task.done()] + [_Served(self._env)]
+      for old in last:
+        old.end_when_unused()
+    return self._served[-1]
+
+
+class _Served:
+  """What rollouts share: an environment, and the servers that it has started.
+
+  Attributes:
+    env: the environment.
+    task: holds the servers, until they are ended.
+  """
+
+  def __init__(self, env: vf.Env):
+    """Begins the start."""
+    self.env, self._ready, self._over = copy.copy(env), asyncio.Event(), asyncio.Event()
+    self._rollouts, self._is_old = 0, False
+    self.task = asyncio.create_task(self._hold())
+
+  @property
+  def urls(self) -> list[str]:
+    """The addresses of its servers of tools."""
+    return [server.url for server in self.env._shared_tools.values()]
+
+  async def ready(self) -> None:
+    """Waits for the start; raises what it raises."""
+    started = asyncio.ensure_future(self._ready.wait())
+    await asyncio.wait([started, self.task], return_when=asyncio.FIRST_COMPLETED)
     started.cancel()
-    if self._serving.done():
-      self._serving.result()
+    if self.task.done():
+      self.task.result()
 
-  async def _keep_serving(self, done: asyncio.Event, ready: asyncio.Event) -> None:
-    async with self._env.serving():
-      ready.set()
-      await done.wait()
+  def enter(self) -> None:
+    """Counts a rollout that begins."""
+    self._rollouts += 1
 
+  def leave(self) -> None:
+    """Counts a rollout that has ended."""
+    self._rollouts -= 1
+    if self._is_old:
+      self.end_when_unused()
 
-async def _finished(task: asyncio.Task) -> None:
-  await task
+  def end_when_unused(self) -> None:
+    """Ends the servers after the rollouts that use them."""
+    self._is_old = True
+    if not self._rollouts:
+      self._over.set()
+
+  async def end(self) -> None:
+    """Ends the servers."""
+    self._over.set()
+    await self.task
+
+  async def _hold(self) -> None:
+    async with self.env.serving():
+      self._ready.set()
+      await self._over.wait()
 
 
 def _loaded(

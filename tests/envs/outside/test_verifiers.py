@@ -273,12 +273,12 @@ def test_a_rollout_is_cancelled_and_others_go_on(played):
 
 @pytest.mark.slow
 def test_a_package_that_ends_its_process_or_holds_it_is_started_again(package, monkeypatch):
-  monkeypatch.setattr(verifiers, '_LONGEST_HOLD_S', 0.3)
   with contextlib.closing(make(package, limit=5, python=sys.executable).connection) as made:
     assert len(made.tasks) == 5
     outcome, _ = play(made, [reply('crash')])
     assert isinstance(outcome, Fault) and 'exit status 7' in outcome.detail
     assert play(made, [reply('4')])[0]['rewards'] == {'right': 3.0}
+    monkeypatch.setattr(verifiers, '_LONGEST_HOLD_S', 0.7)
     outcome, _ = play(made, [reply('hold')])
     assert isinstance(outcome, Fault) and outcome.kind.startswith('code of the package held its process for')
     assert play(made, [reply('4')])[0]['rewards'] == {'right': 3.0}
@@ -312,7 +312,9 @@ if __name__ == '__main__':
 
 
 @pytest.mark.slow
-def test_a_tool_that_hangs_or_is_dead_is_a_fault_at_its_time_limit(package, tmp_path, monkeypatch):
+def test_a_tool_that_hangs_is_a_fault_at_its_time_limit_and_a_dead_one_at_once_and_is_started_again(
+  package, tmp_path, monkeypatch
+):
   (tmp_path / 'dying_tools.py').write_text(TOOLS, encoding='utf-8')
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.setenv('PYTHONPATH', os.pathsep.join([str(tmp_path), os.environ['PYTHONPATH']]))
@@ -321,14 +323,24 @@ def test_a_tool_that_hangs_or_is_dead_is_a_fault_at_its_time_limit(package, tmp_
     function = {'name': 'both_act', 'arguments': json.dumps({'what': argument})}
     return reply(None, tool_calls=[{'id': '0', 'type': 'function', 'function': function}])
 
-  with contextlib.closing(make('dying-tools', tool_timeout_s=6.0).connection) as made:
+  with contextlib.closing(make('dying-tools', tool_timeout_s=12.0).connection) as made:
     outcome, asked = play(made, [call('well'), reply('done')], index=0)
     assert not isinstance(outcome, Fault), outcome
     assert asked[1][2]['messages'][-1]['content'] == 'well'
-    for what in ('sleep', 'die'):
-      outcome, asked = play(made, [call(what)], index=0)
-      assert isinstance(outcome, Fault) and 'the tool both_act took longer than 6 s' in outcome.detail, outcome
-      assert len(asked) == 1
+    outcome, asked = play(made, [call('sleep')], index=0)
+    assert isinstance(outcome, Fault) and 'the tool both_act took longer than 12 s' in outcome.detail, outcome
+    assert len(asked) == 1
+    with server([call('sleep'), reply('done')]) as (url, asked):  # a call that runs while the server dies
+      other = made.play(0, url, 'k', 'policy', 3)
+      while not asked:
+        time.sleep(0.01)
+      outcome, asked = play(made, [call('die')], index=0)
+      for ended in (outcome, other.result(LONG)):
+        assert isinstance(ended, Fault) and 'the tool both_act: its server has ended' in ended.detail, ended
+    assert len(asked) == 1
+    outcome, asked = play(made, [call('again'), reply('done')], index=0)
+    assert not isinstance(outcome, Fault), outcome
+    assert asked[1][2]['messages'][-1]['content'] == 'again', 'a server that has ended is started again'
 
 
 @pytest.mark.slow
