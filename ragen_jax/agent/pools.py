@@ -150,7 +150,7 @@ class JaxPool(Pool):
     given = (self._with_more(np.asarray(x, np.uint32)) for x in (seeds, members))
     self._device_states, self._luck = self._reset(*given)
     self.used = np.zeros((self.rows,), np.int32)
-    self._seeds, self.faults = seeds, {}
+    self._seeds, self.faults, self._rendered = seeds, {}, None
     self.states = self.fresh_states = self._own(self._device_states)
 
   def _stepped(self, actions: list[list[Any]]) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
@@ -172,7 +172,11 @@ class JaxPool(Pool):
     return self._own(self._stepped(actions)[0])
 
   def step(self, actions: list[list[Any]]) -> PoolStep:
+    if not any(actions):  # as when the rows of other pools have replied
+      none = np.zeros((self.rows,), np.int32)
+      return PoolStep([()] * self.rows, none, none, [{} for _ in range(self.rows)])
     results = self._stepped(actions)
+    self._rendered = None
     self._device_states = results[0]
     self.states, table, executed, effective = self._own(results)
     self.used = self.used + executed
@@ -195,6 +199,11 @@ class JaxPool(Pool):
     return contained
 
   def render(self) -> list[Observation]:
+    if self._rendered is None:
+      self._rendered = self._observations()
+    return self._rendered
+
+  def _observations(self) -> list[Observation]:
     env = self.spec.env
     if self._draw is None:
       return env.render(self.states)

@@ -365,6 +365,23 @@ def test_a_reward_in_jax_that_is_no_number_ends_its_episode(caplog):
   assert episode_metrics(failed, 2, 'train')['train/In/env_errors'] == 0.5
 
 
+def test_rows_in_jax_are_neither_stepped_nor_drawn_while_only_others_play(monkeypatch):
+  stepped, drawn = [], []
+  step, render = JaxPool._stepped, FrozenLake.render
+  monkeypatch.setattr(JaxPool, '_stepped', lambda *args: [stepped.append(1), step(*args)][1])
+  monkeypatch.setattr(FrozenLake, 'render', lambda *args: [drawn.append(1), render(*args)][1])
+  envs = EnvStateManager([EnvSpec('Lake', FrozenLake(), BUDGET, 50, 2), outside(1)], 2)
+  first = envs.reset(4)
+  for own in ([[], ['One']], [['Two'], []]):
+    result = envs.step([[]] * 4 + own)
+    assert result.executed.tolist() == [0] * 4 + [len(x) for x in own] and result.rewards[:4] == [()] * 4
+    assert envs.render()[:4] == first[:4] and not result.done[:4].any()
+  assert len(drawn) == 1 and not stepped
+  envs.step([[], [2, 3], [], [], [], []])
+  assert len(stepped) == 1 and envs.render()[1] != first[1] and len(drawn) == 2
+  assert envs.reset(4)[:4] == first[:4]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unreadable(Careless):
   """Its reader of replies fails."""
