@@ -257,6 +257,8 @@ class Workers:
     names = [f'{name or factory} {i}' for i in range(count)]
     self.workers = [Worker(factory, args, memory_mib=memory_mib, name=own) for own in names]
     self._finalize = weakref.finalize(self, _close, [worker._held for worker in self.workers])
+    self._mapping: set[int] = set()  # indices of the workers that make a call of `map`
+    self._changed = threading.Condition()
 
   def each(self, function: Callable[[int, Worker], Any], what: str) -> list[tuple[Any, Fault | None]]:
     """Calls a function with the index of each worker and the worker, in a thread for each, and waits for all.
@@ -273,6 +275,7 @@ class Workers:
   def map(self, method: str, arguments: Sequence[tuple], *, timeout_s: float) -> list[tuple[Any, Fault | None]]:
     """Calls a method once for each tuple of arguments; each worker makes a call as soon as it is free.
 
+    Several threads may call this at the same time; a worker that makes a call for one of them is not free for others.
     Every call is made, whatever others do, so this takes up to `timeout_s` times the calls for each worker. Only if no
     process can be started, the rest is not tried.
 
@@ -289,13 +292,20 @@ class Workers:
     last: list[Fault] = []
 
     def work(i: int, worker: Worker) -> None:
-      del i
       while worker.failed_starts < _MOST_FAILED_STARTS or not last:
-        try:
+        with self._changed:
+          self._changed.wait_for(lambda: i not in self._mapping or not waiting)
+          if not waiting:
+            return
           number, own = waiting.popleft()
-        except IndexError:
-          return
-        outcomes[number] = worker.call(method, *own, timeout_s=timeout_s)
+          self._mapping.add(i)
+          self._changed.notify_all()
+        try:
+          outcomes[number] = worker.call(method, *own, timeout_s=timeout_s)
+        finally:
+          with self._changed:
+            self._mapping.discard(i)
+            self._changed.notify_all()
         if worker.failed_starts:
           last.append(outcomes[number][1])
 

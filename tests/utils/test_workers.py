@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -499,6 +500,21 @@ def test_calls_of_a_map_run_side_by_side_and_keep_their_order(tmp_path):
   assert {worker.process for worker in group.workers} == {1}
   group.close()
   assert group.map('echo', [(1,)], timeout_s=LONG) == [(None, Fault('the worker is closed'))]
+
+
+def test_maps_of_several_threads_use_the_workers_that_are_idle(tmp_path):
+  group = Workers(THING, count=2)
+  a, b = str(tmp_path / 'a'), str(tmp_path / 'b')
+  group.map('meet', [(a, b), (b, a)], timeout_s=LONG)
+  for file in (a, b):
+    pathlib.Path(file).unlink()
+  with futures.ThreadPoolExecutor(3) as threads:
+    one, other = (threads.submit(group.map, 'meet', [pair], timeout_s=20.0) for pair in ((a, b), (b, a)))
+    many = threads.submit(group.map, 'echo', [(i,) for i in range(20)], timeout_s=LONG)
+    assert one.result(LONG) == [(a, None)] and other.result(LONG) == [(b, None)]
+    assert many.result(LONG) == [(i, None) for i in range(20)]
+  assert {worker.process for worker in group.workers} == {1}
+  group.close()
 
 
 def test_calls_of_a_map_that_hang_or_crash_cost_no_other_call():
