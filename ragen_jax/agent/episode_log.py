@@ -97,7 +97,7 @@ class EpisodeLog:
 
   def prompts(self, rows: Collection[int], *, room: int | None = None) -> dict[int, Prompt]:
     """The token prompts of live rows that wait for a reply. An episode ends if its prompt needs more than `room`
-    columns, by default the room of its limits.
+    columns, by default the room of its limits; and if it has not begun when the rollout is late.
 
     Raises:
       UserError: a first prompt does not fit. For an environment outside JAX only the episode ends, because its prompts
@@ -107,6 +107,9 @@ class EpisodeLog:
     for row in rows:
       if not self.past(row):
         self._began[row] = time.monotonic()
+        self._end_if_late(row)
+        if self.status[row] != Status.RUNNING:
+          continue
       env, left = int(self.envs.row_env[row]), int(self.actions_left[row])
       used = int(self.timeline.length[row])
       own = self.limits_of(row).room if room is None else room
@@ -188,14 +191,19 @@ class EpisodeLog:
         actions_left=self.actions_left[row],
         last_turn=len(self.past(row)) >= self._turns_allowed[row],
       )  # fmt: skip
-      if self.status[row] == Status.RUNNING and envs.pool_of(row).outside:
+      if self.status[row] == Status.RUNNING:
         self._end_if_late(row)
       if row in self._pictures:
         self._pictures[row] = envs.picture(row)
 
   def _end_if_late(self, row: int) -> None:
-    """Ends an episode that, or whose rollout, has taken too long: as an error of its environment, or won if it is."""
+    """Ends an episode that, or whose rollout, has taken too long: as an error of its environment, or won if it is.
+
+    Episodes in JAX have no limit.
+    """
     now, most = time.monotonic(), self.limits.episode_timeout
+    if not self.envs.pool_of(row).outside:
+      return
     if most and now - self._began[row] > most:
       why = f'the episode took longer than agent.episode_timeout={most:g}'
     elif now > self._late_at:

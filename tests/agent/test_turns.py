@@ -313,7 +313,14 @@ def test_an_episode_or_a_rollout_that_takes_too_long_ends_after_its_turn(policy,
     # One row at a time: what has not begun takes no time of its own.
     episodes = _play(policy, endless, lake, agent__rows_in_flight=1, **limits).episodes
     begun, late = 0.0, 0
+    if field == 'rollout':
+      assert not episodes[3].turns and episodes[3].error, 'what has not begun samples nothing'
     for e in episodes[:4]:
+      if field == 'rollout' and begun > most:
+        assert (e.turns, e.status) == ([], Status.ENV_ERROR)
+        assert e.error == 'the rollout took longer than agent.rollout_timeout=45'
+        late += 1
+        continue
       seconds = begun + 10.0 * np.cumsum([len(t.rewards) for t in e.turns])
       over = seconds - (begun if field == 'episode' else 0.0) > most
       assert not over[:-1].any(), 'it ends after the first turn beyond the limit'
