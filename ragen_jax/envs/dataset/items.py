@@ -302,7 +302,8 @@ class _Reader:
       most = self._settings.max_question_chars
       return f'all {self._settings.word}s have more than max_question_chars={most} characters'
     share = f'split={self._settings.split!r} with test_share={self._settings.test_share:g}'
-    return f'{share} has none of the {self.rows - self.long - self.unread:,} items'
+    left = self.rows - self.long - self.unread
+    return f'{share} has none of the {left:,} items; allowed: a part with items, such as by another test_share'
 
   def report(self, count: int, seconds: float) -> None:
     """Logs what was read and left out."""

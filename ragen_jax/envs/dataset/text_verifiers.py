@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import re
 import string
 import unicodedata
@@ -30,9 +31,12 @@ UNREADABLE = Verdict(0.0, {'unreadable': 1.0}, 'unreadable')
 
 
 def read_texts(raw: Any) -> tuple[str, ...]:
-  """The accepted texts of a gold: a text, a number, a bool, or a list of these; ValueError for anything else."""
+  """The accepted texts of a gold: a text, a number, a bool, or a list of these; ValueError for anything else.
+
+  NaN, which tables have where a value is missing, is none.
+  """
   values = raw if isinstance(raw, list | tuple) else [raw]
-  texts = tuple(x if isinstance(x, str) else str(x) for x in values if isinstance(x, str | bool | int | float))
+  texts = tuple(str(x) for x in values if isinstance(x, str | int) or (isinstance(x, float) and math.isfinite(x)))
   if len(texts) != len(values) or not values or not all(text.strip() for text in texts):
     raise ValueError('allowed: text that is not blank, or a list of texts')
   return texts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +57,7 @@ FIELDS = {name: name for name in ROWS[0]}
     ({'question': 5, 'answer': 'x'}, {}, 'line 2: question=5; allowed: text'),
     ({'question': 'a?', 'answer': None}, {}, 'line 2: answer=None; allowed: an answer'),
     ({'question': 'a?', 'answer': ''}, {}, "line 2: answer='' is no gold for verifier='exact'; allowed: text th"),
+    ({'question': 'a?', 'answer': math.nan}, {}, "line 2: answer=nan is no gold for verifier='exact'; allowed: text"),
     ({'question': 'a?', 'answer': 'six'}, {'verifier': 'number'}, "answer='six' is no gold for verifier='number'; a"),
     ({'question': 'a?', 'answer': 'C'}, {'verifier': 'choice'}, 'fields.choices must name'),
     ({'question': 'a?', 'answer': 'x'}, {'answer_pattern': '#### (.*)$'}, "answer='x' does not match ans"),
@@ -140,7 +143,7 @@ def test_questions_that_contradict_themselves_are_reported_once(tmp_path, caplog
 def test_a_file_without_items_is_refused(tmp_path):
   with raises_one_line(r"path='.*q\.jsonl': has no rows; allowed: at least one question"):
     items_of(tmp_path, [])
-  with raises_one_line(r"split='test' with test_share=1e-06 has none of the 1 items"):
+  with raises_one_line(r"split='test' with test_share=1e-06 has none of the 1 items; allowed: a part with items"):
     items_of(tmp_path, ROWS, split='test', test_share=1e-6)
 
 
