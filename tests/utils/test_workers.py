@@ -508,11 +508,12 @@ def test_maps_of_several_threads_use_the_workers_that_are_idle(tmp_path):
   group.map('meet', [(a, b), (b, a)], timeout_s=LONG)
   for file in (a, b):
     pathlib.Path(file).unlink()
-  with futures.ThreadPoolExecutor(3) as threads:
-    one, other = (threads.submit(group.map, 'meet', [pair], timeout_s=20.0) for pair in ((a, b), (b, a)))
-    many = threads.submit(group.map, 'echo', [(i,) for i in range(20)], timeout_s=LONG)
+  with futures.ThreadPoolExecutor(2) as threads:
+    one = threads.submit(group.map, 'meet', [(a, b)], timeout_s=20.0)
+    wait_until(pathlib.Path(a).exists)
+    assert group.map('echo', [(i,) for i in range(20)], timeout_s=LONG) == [(i, None) for i in range(20)]
+    other = threads.submit(group.map, 'meet', [(b, a)], timeout_s=20.0)
     assert one.result(LONG) == [(a, None)] and other.result(LONG) == [(b, None)]
-    assert many.result(LONG) == [(i, None) for i in range(20)]
   assert {worker.process for worker in group.workers} == {1}
   group.close()
 

@@ -284,8 +284,10 @@ def calls_of(most=3):
   client = Client()
   calls = McpCalls(client, most)
   with futures.ThreadPoolExecutor(8) as threads:
-    yield client, lambda name: threads.submit(calls.call, name, {}, 20.0)
-    client.end(a=('text', 'a'), b=('text', 'b'), c=('text', 'c'))
+    try:
+      yield client, lambda name: threads.submit(calls.call, name, {}, 20.0)
+    finally:
+      client.end(a=('text', 'a'), b=('text', 'b'))
 
 
 def test_calls_of_other_threads_go_on_while_one_waits():
