@@ -7,11 +7,12 @@ import os
 from typing import Any
 
 from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, read_config
+from ragen_jax.models.checkpoint.vision_config import IDS
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.qwen import FULL, LINEAR, WINDOWED, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
-from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL, VisionConfig
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_5, QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig, read_processor
 from ragen_jax.utils.errors import UserError, did_you_mean
 
@@ -66,7 +67,7 @@ _QWEN2_7B = QwenConfig(
   head_dim=128, tie_word_embeddings=False,
 )  # fmt: skip
 _QWEN3 = QwenConfig(architecture='qwen3', num_layers=28, num_heads=16, num_kv_heads=8, head_dim=128)
-# Embeddings are padded beyond 248,077 tokens.
+# Embeddings are padded beyond 248,077 tokens. All sizes read images, with towers of three sizes, which are below.
 _QWEN3_5_0_8B = QwenConfig(
   architecture='qwen3_5', vocab_size=248320, hidden_size=1024, intermediate_size=3584, num_layers=24, num_heads=8,
   num_kv_heads=2, head_dim=256, rope_theta=1e7, rope_width=64, rope_sections=(11, 11, 10), rope_interleaved=True,
@@ -108,24 +109,25 @@ _GEMMA3_270M = QwenConfig(
   num_kv_heads=1, head_dim=256, window=512, layer_kinds=_GEMMA3_KINDS * 3,
 )  # fmt: skip
 # Models that read images: the decoder of a text model, rotary positions on three axes, and a tower.
-_IMAGE_TOKENS = dict(
-  image_token_id=151655, video_token_id=151656, vision_start_token_id=151652, vision_end_token_id=151653
-)
 _TOWER2_5 = VisionConfig(
   family=QWEN2_5_VL, depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=2048,
   patch_size=14, temporal_patch_size=2, merge_size=2, window_size=112, full_blocks=(7, 15, 23, 31), num_positions=0,
-  deepstack_blocks=(), **_IMAGE_TOKENS,
+  deepstack_blocks=(), **IDS[QWEN2_5_VL],
 )  # fmt: skip
 _TOWER3 = VisionConfig(
   family=QWEN3_VL, depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, out_hidden_size=2048,
   patch_size=16, temporal_patch_size=2, merge_size=2, window_size=0, full_blocks=(), num_positions=2304,
-  deepstack_blocks=(5, 11, 17), **_IMAGE_TOKENS,
+  deepstack_blocks=(5, 11, 17), **IDS[QWEN3_VL],
 )  # fmt: skip
+_LARGE_TOWER3 = dict(depth=27, hidden_size=1152, intermediate_size=4304)
+_TOWER3_5 = dataclasses.replace(_TOWER3, family=QWEN3_5, deepstack_blocks=(), **IDS[QWEN3_5])
 
 
 def _with_tower(decoder: QwenConfig, tower: VisionConfig, **changes: Any) -> QwenConfig:
   windows = tower.family == QWEN2_5_VL
   tower = dataclasses.replace(tower, out_hidden_size=decoder.hidden_size, **changes)
+  if decoder.rope_sections:
+    return dataclasses.replace(decoder, vision=tower)
   return dataclasses.replace(
     decoder, rope_theta=decoder.rope_theta if windows else 5e6, rope_interleaved=not windows,
     rope_sections=(16, 24, 24) if windows else (24, 20, 20), vision=tower,
@@ -152,12 +154,18 @@ _SHAPES = {
   'qwen3-4b': _QWEN3_4B,
   'qwen3-8b': _QWEN3_8B,
   'qwen3-30b-a3b': _QWEN3_30B_A3B,
-  'qwen3.5-0.8b': _QWEN3_5_0_8B,
-  'qwen3.5-2b': dataclasses.replace(_QWEN3_5_0_8B, hidden_size=2048, intermediate_size=6144),
-  'qwen3.5-4b': _QWEN3_5_4B,
-  'qwen3.5-9b': dataclasses.replace(_QWEN3_5_4B, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
-  'qwen3.5-27b': _QWEN3_5_27B,
-  'qwen3.5-35b-a3b': _QWEN3_5_35B_A3B,
+  'qwen3.5-0.8b': _with_tower(
+    _QWEN3_5_0_8B, _TOWER3_5, depth=12, hidden_size=768, intermediate_size=3072, num_heads=12
+  ),
+  'qwen3.5-2b': _with_tower(dataclasses.replace(_QWEN3_5_0_8B, hidden_size=2048, intermediate_size=6144), _TOWER3_5),
+  'qwen3.5-4b': _with_tower(_QWEN3_5_4B, _TOWER3_5),
+  'qwen3.5-9b': _with_tower(
+    dataclasses.replace(_QWEN3_5_4B, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
+    _TOWER3_5,
+    **_LARGE_TOWER3,
+  ),
+  'qwen3.5-27b': _with_tower(_QWEN3_5_27B, _TOWER3_5, **_LARGE_TOWER3),
+  'qwen3.5-35b-a3b': _with_tower(_QWEN3_5_35B_A3B, _TOWER3_5, **_LARGE_TOWER3),
   'llama3.2-1b': _LLAMA3_2_1B,
   'llama3.2-1b-instruct': _LLAMA3_2_1B,
   'llama3.2-3b': _LLAMA3_2_3B,
@@ -183,9 +191,7 @@ _SHAPES = {
   'qwen2.5-vl-7b': _with_tower(_QWEN2_7B, _TOWER2_5),
   'qwen3-vl-2b': _with_tower(_QWEN3_1_7B, _TOWER3),
   'qwen3-vl-4b': _with_tower(_QWEN3_4B, _TOWER3),
-  'qwen3-vl-8b': _with_tower(
-    _QWEN3_8B, _TOWER3, depth=27, hidden_size=1152, intermediate_size=4304, deepstack_blocks=(8, 16, 24)
-  ),
+  'qwen3-vl-8b': _with_tower(_QWEN3_8B, _TOWER3, **_LARGE_TOWER3, deepstack_blocks=(8, 16, 24)),
 }
 
 # Family -> least and most pixels of an image, mean and deviation of the channels, as in its preprocessor_config.json.
@@ -193,7 +199,7 @@ _PROCESSORS = {
   QWEN2_5_VL: (
     3136, 12_845_056, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711),
   ),
-  QWEN3_VL: (65_536, 16_777_216, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+  **dict.fromkeys((QWEN3_VL, QWEN3_5), (65_536, 16_777_216, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))),
 }  # fmt: skip
 
 # Patterns of files to download: weights, configs, tokenizers and chat templates, no code; and other copies of weights.

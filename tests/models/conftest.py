@@ -13,7 +13,7 @@ import pytest
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.qwen import Qwen
-from ragen_jax.models.vision.config import FAMILIES
+from ragen_jax.models.vision.config import FAMILIES, QWEN3_5
 from tests.support import vision
 from tests.support.checkpoints import SMALL, random_params
 
@@ -64,7 +64,9 @@ def _pair(transformers, family: str, directory) -> Pair:
   return Pair(family, theirs, load_model(str(directory), dtype=jnp.float32, param_dtype=jnp.float32), str(directory))
 
 
-@pytest.fixture(scope='module', params=FAMILIES)
+@pytest.fixture(
+  scope='module', params=[*FAMILIES, pytest.param(QWEN3_5 + vision.EXPERTS, marks=pytest.mark.slow)]
+)
 def pair(request, transformers, tmp_path_factory) -> Pair:
   # One model a family, however many files of tests ask for it.
   return _pair(transformers, request.param, tmp_path_factory.getbasetemp() / request.param)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragen_jax.agent.segments import ImageSegment, ImageSpan
-from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_5, QWEN3_VL
 
 # Ids of the small vocabulary.
 VOCAB = 100
@@ -30,6 +30,13 @@ _IDS = {
   'vision_start_token_id': START,
   'vision_end_token_id': END,
 }
+_HYBRID = {
+  'num_hidden_layers': 4, 'layer_types': ['linear_attention', 'linear_attention', 'full_attention', 'linear_attention'],
+  'linear_num_key_heads': 2, 'linear_num_value_heads': 4, 'linear_key_head_dim': 8, 'linear_value_head_dim': 12,
+}  # fmt: skip
+_WITH_EXPERTS = {
+  'num_experts': 4, 'num_experts_per_tok': 2, 'moe_intermediate_size': 24, 'shared_expert_intermediate_size': 16,
+}  # fmt: skip
 # preprocessor_config.json of the hub, with less pixels at least.
 PROCESSORS = {
   QWEN2_5_VL: {
@@ -46,6 +53,9 @@ PROCESSORS = {
     'patch_size': 16,
   },
 }
+PROCESSORS[QWEN3_5] = PROCESSORS[QWEN3_VL]
+# Behind the name of a family whose decoder has experts.
+EXPERTS = '_moe'
 
 
 def hf_config(transformers, family: str, **text):
@@ -55,6 +65,13 @@ def hf_config(transformers, family: str, **text):
     vision = _VISION | {'patch_size': 14, 'window_size': 112, 'fullatt_block_indexes': [1]}
     text = {'num_hidden_layers': 2} | text
     make = transformers.Qwen2_5_VLConfig
+  elif family.startswith(QWEN3_5):
+    # Two thirds of a head are rotated.
+    rope = {'rope_type': 'default', 'rope_theta': 1e4, 'partial_rotary_factor': 2 / 3, 'mrope_section': [3, 3, 2]}
+    vision = _VISION | {'patch_size': 16, 'num_position_embeddings': 64}
+    rope |= {'mrope_interleaved': True}
+    text = _HYBRID | {'head_dim': 24} | (_WITH_EXPERTS if family.endswith(EXPERTS) else {}) | text
+    make = transformers.Qwen3_5MoeConfig if family.endswith(EXPERTS) else transformers.Qwen3_5Config
   else:
     rope = {'rope_type': 'default', 'rope_theta': 1e4, 'mrope_section': [3, 3, 2], 'mrope_interleaved': True}
     vision = _VISION | {'patch_size': 16, 'num_position_embeddings': 64, 'deepstack_visual_indexes': [0, 2]}
@@ -73,6 +90,8 @@ def hf_model(transformers, family: str, directory: pathlib.Path):
   model_class = {
     QWEN2_5_VL: transformers.Qwen2_5_VLForConditionalGeneration,
     QWEN3_VL: transformers.Qwen3VLForConditionalGeneration,
+    QWEN3_5: transformers.Qwen3_5ForConditionalGeneration,
+    QWEN3_5 + EXPERTS: transformers.Qwen3_5MoeForConditionalGeneration,
   }[family]
   theirs = model_class(hf_config(transformers, family)).eval()
   rng = torch.Generator().manual_seed(len(family))
@@ -80,11 +99,13 @@ def hf_model(transformers, family: str, directory: pathlib.Path):
     for name, weight in theirs.named_parameters():
       noise = torch.randn(weight.shape, generator=rng)
       if ('norm' in name and name.endswith('weight')) or 'ln_q' in name:
-        weight.copy_(1 + 0.3 * noise)
+        # Those of Qwen3.5's decoder are differences from 1, but for the norm of the linear attention.
+        from_one = family.startswith(QWEN3_5) and 'language_model' in name and 'linear_attn' not in name
+        weight.copy_((not from_one) + 0.3 * noise)
       elif name.endswith('bias'):
         weight.copy_(0.2 * noise)
       else:
-        weight.copy_(noise * weight[0].numel() ** -0.5)
+        weight.copy_(noise * (0.3 if weight.ndim < 2 else weight[0].numel() ** -0.5))
   theirs.save_pretrained(directory)
   write_processor(directory, family)
   return theirs

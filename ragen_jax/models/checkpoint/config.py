@@ -5,9 +5,9 @@ if this project wrote it, `value_head.safetensors`. A critic with its own trunk 
 `critic` of the policy's checkpoint; it has no output projection, and the value head is stored in that subdirectory.
 Only JSON and safetensors files are read, so code in a checkpoint never runs. The layouts are those of
 `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`,
-`LlamaForCausalLM`, `Gemma3ForCausalLM` and, for models that read images, of `Qwen2_5_VLForConditionalGeneration` and
-`Qwen3VLForConditionalGeneration` in `transformers`. Of `Qwen3_5ForConditionalGeneration` and
-`Qwen3_5MoeForConditionalGeneration` the text model is read.
+`LlamaForCausalLM`, `Gemma3ForCausalLM` and, for models that read images, of `Qwen2_5_VLForConditionalGeneration`,
+`Qwen3VLForConditionalGeneration`, `Qwen3_5ForConditionalGeneration` and `Qwen3_5MoeForConditionalGeneration` in
+`transformers`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,8 @@ _ARCHITECTURES = {
 }
 # Follows the architecture in the `model_type` of models with experts.
 _MOE = '_moe'
-# `model_type` -> that of the text model that is read of it, without its vision tower.
-_TEXT_MODELS = {
-  'qwen3_5_text': 'qwen3_5', 'qwen3_5': 'qwen3_5', 'qwen3_5_moe_text': 'qwen3_5_moe', 'qwen3_5_moe': 'qwen3_5_moe',
-  'gemma3_text': 'gemma3',
-}  # fmt: skip
+# Follows the architecture in the `model_type` of the text models of families that read images.
+_TEXT = '_text'
 # What `transformers` takes for a `head_dim` that a file lacks, if it is not hidden_size / num_attention_heads.
 _HEAD_DIMS = {'qwen3': 128, 'qwen3_5': 256, 'qwen3_5_moe': 256, 'gemma3': 256}
 _UNQUANTISED = 'use the weights in float32, bfloat16 or float16'
@@ -129,21 +126,18 @@ def read_config(directory: str) -> QwenConfig:
   where = os.path.join(directory, CONFIG_FILE)
   raw = read_json(where)
   family = _family(raw, where)
-  if family in _TEXT_MODELS:
-    text = (raw.get('text_config') or {}) if 'text_config' in raw else raw
-    if not isinstance(text, dict):
-      raise UserError(f'{where}: text_config={text!r} must be an object')
-    text = text | {name: raw[name] for name in ('tie_word_embeddings', 'quantization_config') if name in raw}
-    return _read_trunk(text, _TEXT_MODELS[family], where)
-  if family not in vision_config.TRUNKS:
-    return _read_trunk(raw, family, where)
+  of_images = family.removesuffix(_MOE)
+  if of_images not in vision_config.TRUNKS:
+    return _read_trunk(raw, family.removesuffix(_TEXT), where)
   text = raw.get('text_config') or raw
-  text = vision_config.TRUNK_DEFAULTS[family] | {k: v for k, v in text.items() if v is not None}
+  if not isinstance(text, dict):
+    raise UserError(f'{where}: text_config={text!r} must be an object')
+  text = vision_config.TRUNK_DEFAULTS[of_images] | {k: v for k, v in text.items() if v is not None}
   if raw.get('quantization_config'):
     raise unsupported(raw, 'quantization_config', _UNQUANTISED, where)
   text['tie_word_embeddings'] = bool(raw.get('tie_word_embeddings') or text.get('tie_word_embeddings'))
-  trunk = _read_trunk(text, vision_config.TRUNKS[family], where)
-  return dataclasses.replace(trunk, **vision_config.read(raw, text, trunk, family, where))
+  trunk = _read_trunk(text, vision_config.TRUNKS[of_images] + family.removeprefix(of_images), where)
+  return dataclasses.replace(trunk, **vision_config.read(raw, text, trunk, of_images, where))
 
 
 def _read_trunk(raw: dict[str, Any], family: str, where: str) -> QwenConfig:
@@ -239,10 +233,11 @@ def hf_config(cfg: QwenConfig, dtype: np.dtype, tokenizer_dir: str | None) -> di
   Raises:
     UserError: a special token's id is outside of the vocabulary.
   """
-  family = cfg.architecture + _MOE * (cfg.experts is not None) if cfg.vision is None else cfg.vision.family
-  family = next((text for text, of in _TEXT_MODELS.items() if of == family), family)
+  names = {kind: name for name, kind in _ARCHITECTURES.items()}
+  family = (cfg.architecture if cfg.vision is None else cfg.vision.family) + _MOE * (cfg.experts is not None)
+  family += _TEXT * (cfg.vision is None and family + _TEXT in names)
   config = {
-    'architectures': [{kind: name for name, kind in _ARCHITECTURES.items()}[family]],
+    'architectures': [names[family]],
     'model_type': family,
     'vocab_size': cfg.vocab_size,
     'hidden_size': cfg.hidden_size,

@@ -13,7 +13,7 @@ from flax import nnx
 
 from ragen_jax.models.linear_attention import LinearConfig
 from ragen_jax.models.qwen import Qwen, QwenConfig
-from ragen_jax.models.vision.config import CHANNELS, QWEN2_5_VL, QWEN3_VL
+from ragen_jax.models.vision.config import CHANNELS, QWEN2_5_VL, QWEN3_5, QWEN3_VL
 
 # Parameter path, tensor name, tensor shape. A kernel is the transposed [out, in] of `torch.nn.Linear`, or of a
 # convolution [out, ...] without overlap, with heads as separate axes. Rows for parameters that a model lacks (a bias, a
@@ -103,17 +103,18 @@ _VISION_TABLES = {
     *_linear('visual.deepstack_mergers.*.linear_fc2', 'visual.deepstack_merger_list.*.linear_fc2', 'D M'),
   ),
 }
+_VISION_TABLES[QWEN3_5] = _VISION_TABLES[QWEN3_VL]
 
 # Beginnings of names in checkpoints of models that read images, and those in the tables. The published Qwen2.5-VL files
-# have the names of the tables, the Qwen3-VL files the others; `transformers` reads and writes both, and so do we.
+# have the names of the tables, those of Qwen3-VL and Qwen3.5 the others; `transformers` reads and writes both, as we do.
 # The first pair that fits counts.
 _NESTED = (('model.visual.', 'visual.'), ('model.language_model.', 'model.'))
-_WRITTEN_NESTED = (QWEN3_VL,)
+_WRITTEN_NESTED = (QWEN3_VL, QWEN3_5)
 
-# The same for text models that are published with a vision tower, and what a text policy leaves out of their files: the
-# tower, and a head that predicts several tokens.
+# The same for text models that are published with a vision tower, and what is left out of their files: a head that
+# predicts several tokens, and the tower if config.json describes none.
 _TEXT_OF_NESTED = ('qwen3_5',)
-_LEFT_OUT = ('model.visual.', 'mtp.')
+_LEFT_OUT = ('mtp.', 'model.visual.')
 
 # Tensors that files have in float32, whatever the type of the others.
 _ALWAYS_FLOAT32 = ('linear_attn.A_log', 'linear_attn.norm.weight')
@@ -232,7 +233,7 @@ def stored_name(name: str, cfg: QwenConfig) -> str:
 
 def is_left_out(name: str, cfg: QwenConfig) -> bool:
   """Whether a model of this shape has no use for a tensor that its checkpoints may have."""
-  return cfg.vision is None and cfg.architecture in _TEXT_OF_NESTED and name.startswith(_LEFT_OUT)
+  return cfg.architecture in _TEXT_OF_NESTED and name.startswith(_LEFT_OUT if cfg.vision is None else _LEFT_OUT[:1])
 
 
 @functools.lru_cache(maxsize=8)

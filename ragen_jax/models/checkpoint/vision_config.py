@@ -1,7 +1,7 @@
 """The part of `config.json` that describes how a model reads images: `vision_config`, ids, and the rotary axes.
 
-Published Qwen2.5-VL files have the decoder's fields beside `vision_config`; those of Qwen3-VL, and of `transformers` 5,
-have them in `text_config`. Both are read.
+Published Qwen2.5-VL files have the decoder's fields beside `vision_config`; those of Qwen3-VL and Qwen3.5, and of
+`transformers` 5, have them in `text_config`. Both are read.
 """
 
 from __future__ import annotations
@@ -11,25 +11,33 @@ from typing import Any
 from ragen_jax.models.checkpoint.fields import integer, unsupported
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.rotary import AXES
-from ragen_jax.models.vision.config import CHANNELS, QWEN2_5_VL, QWEN3_VL, VisionConfig
+from ragen_jax.models.vision.config import CHANNELS, QWEN2_5_VL, QWEN3_5, QWEN3_VL, VisionConfig
 from ragen_jax.utils.errors import UserError
 
 # Family -> architecture of its decoder.
-TRUNKS = {QWEN2_5_VL: 'qwen2', QWEN3_VL: 'qwen3'}
+TRUNKS = {QWEN2_5_VL: 'qwen2', QWEN3_VL: 'qwen3', QWEN3_5: 'qwen3_5'}
 
 # What `transformers` takes for fields that the decoder's part of a file lacks.
 TRUNK_DEFAULTS = {
   QWEN2_5_VL: {'rope_theta': 1e6, 'rms_norm_eps': 1e-5},
   QWEN3_VL: {'rope_theta': 5e5, 'rms_norm_eps': 1e-6},
+  QWEN3_5: {},
 }
 
 # Fields of a source's `vision_config` that do not describe the shape and are copied unchanged into an export.
 _CARRIED_FIELDS = ('tokens_per_second', 'initializer_range')
 
 _SECTIONS = {QWEN2_5_VL: [16, 24, 24], QWEN3_VL: [24, 20, 20]}
-_ACTIVATIONS = {QWEN2_5_VL: 'silu', QWEN3_VL: 'gelu_pytorch_tanh'}
-_IDS = {'image_token_id': 151655, 'video_token_id': 151656, 'vision_start_token_id': 151652,
-        'vision_end_token_id': 151653}  # fmt: skip
+_ACTIVATIONS = {QWEN2_5_VL: 'silu', QWEN3_VL: 'gelu_pytorch_tanh', QWEN3_5: 'gelu_pytorch_tanh'}
+_ID_FIELDS = ('image_token_id', 'video_token_id', 'vision_start_token_id', 'vision_end_token_id')
+_QWEN3_IDS = (151655, 151656, 151652, 151653)
+# Family -> the ids of a file that lacks them.
+IDS = {
+  family: dict(zip(_ID_FIELDS, ids, strict=True))
+  for family, ids in (
+    (QWEN2_5_VL, _QWEN3_IDS), (QWEN3_VL, _QWEN3_IDS), (QWEN3_5, (248056, 248057, 248053, 248054)),
+  )
+}  # fmt: skip
 
 
 def read(raw: dict[str, Any], text: dict[str, Any], trunk: QwenConfig, family: str, where: str) -> dict[str, Any]:
@@ -43,22 +51,28 @@ def read(raw: dict[str, Any], text: dict[str, Any], trunk: QwenConfig, family: s
   vision = raw.get('vision_config')
   if not isinstance(vision, dict) or not vision:
     raise UserError(f'{where}: vision_config={vision!r} must describe the vision tower of a {family} model')
-  rope = text.get('rope_scaling') or text.get('rope_parameters') or {}
-  sections = rope.get('mrope_section', _SECTIONS[family])
-  if not isinstance(sections, list) or len(sections) != AXES or sum(sections) != trunk.head_dim // 2:
-    raise UserError(
-      f'{where}: mrope_section={sections!r} must be {AXES} numbers with the sum {trunk.head_dim // 2}, half of head_dim'
-    )
+  rope = {} if trunk.rope_sections else _rope(text, trunk, family, where)
   if family == QWEN2_5_VL and trunk.head_dim * trunk.num_heads != trunk.hidden_size:
     raise UserError(f'{where}: head_dim={trunk.head_dim} must be hidden_size / num_attention_heads in {family} models')
-  tower = _tower(vision, family, {name: raw.get(name, default) for name, default in _IDS.items()}, where)
+  tower = _tower(vision, family, {name: raw.get(name, default) for name, default in IDS[family].items()}, where)
   if tower.out_hidden_size != trunk.hidden_size:
     raise UserError(
       f'{where}: vision_config.out_hidden_size={tower.out_hidden_size} must be the hidden_size={trunk.hidden_size}'
     )
   if len(tower.deepstack_blocks) > trunk.num_layers:
     raise UserError(f'{where}: deepstack_visual_indexes names more blocks than there are num_hidden_layers')
-  return {'rope_sections': tuple(sections), 'rope_interleaved': family == QWEN3_VL, 'vision': tower}
+  return rope | {'vision': tower}
+
+
+def _rope(text: dict[str, Any], trunk: QwenConfig, family: str, where: str) -> dict[str, Any]:
+  """The rotary axes of a decoder whose text models have none."""
+  rope = text.get('rope_scaling') or text.get('rope_parameters') or {}
+  sections = rope.get('mrope_section', _SECTIONS[family])
+  if not isinstance(sections, list) or len(sections) != AXES or sum(sections) != trunk.head_dim // 2:
+    raise UserError(
+      f'{where}: mrope_section={sections!r} must be {AXES} numbers with the sum {trunk.head_dim // 2}, half of head_dim'
+    )
+  return {'rope_sections': tuple(sections), 'rope_interleaved': family == QWEN3_VL}
 
 
 def _tower(vision: dict[str, Any], family: str, ids: dict[str, int], where: str) -> VisionConfig:
@@ -82,7 +96,7 @@ def _tower(vision: dict[str, Any], family: str, ids: dict[str, int], where: str)
     window_size=integer(vision, 'window_size', where) if windows else 0,
     full_blocks=_blocks(vision, 'fullatt_block_indexes', where) if windows else (),
     num_positions=0 if windows else integer(vision, 'num_position_embeddings', where),
-    deepstack_blocks=() if windows else _blocks(vision, 'deepstack_visual_indexes', where),
+    deepstack_blocks=_blocks(vision, 'deepstack_visual_indexes', where) if family == QWEN3_VL else (),
     **ids,
   )
   if cfg.hidden_size % (4 * cfg.num_heads):
@@ -109,7 +123,7 @@ def write(config: dict[str, Any], cfg: QwenConfig, source: dict[str, Any]) -> di
   """
   v = cfg.vision
   vision = {
-    'model_type': v.family,
+    'model_type': config['model_type'],
     'depth': v.depth,
     'hidden_size': v.hidden_size,
     'hidden_act': _ACTIVATIONS[v.family],
@@ -124,7 +138,7 @@ def write(config: dict[str, Any], cfg: QwenConfig, source: dict[str, Any]) -> di
   described = source.get('vision_config') or {}
   vision |= {field: described[field] for field in _CARRIED_FIELDS if field in described}
   sections = list(cfg.rope_sections)
-  own = {name: getattr(v, name) for name in _IDS}
+  own = {name: getattr(v, name) for name in _ID_FIELDS}
   if v.family == QWEN2_5_VL:
     vision |= {'window_size': v.window_size, 'fullatt_block_indexes': list(v.full_blocks)}
     config = {name: x for name, x in config.items() if name != 'head_dim'}
@@ -135,6 +149,7 @@ def write(config: dict[str, Any], cfg: QwenConfig, source: dict[str, Any]) -> di
   }
   root = ('architectures', 'model_type', 'tie_word_embeddings', 'torch_dtype')
   text = {name: x for name, x in config.items() if name not in ('architectures', 'use_sliding_window')}
-  text['model_type'] = f'{v.family}_text'
-  text['rope_scaling'] = {'rope_type': 'default', 'mrope_section': sections, 'mrope_interleaved': True}
+  text['model_type'] = f'{config["model_type"]}_text'
+  if v.family == QWEN3_VL:
+    text['rope_scaling'] = {'rope_type': 'default', 'mrope_section': sections, 'mrope_interleaved': True}
   return {name: config[name] for name in root} | own | {'text_config': text, 'vision_config': vision}

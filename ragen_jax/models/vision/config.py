@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-# Families of models that read images, by the `model_type` of their config.json.
+# Families of models that read images, by the `model_type` of their config.json, which says behind it whether the
+# decoder has experts.
 QWEN2_5_VL = 'qwen2_5_vl'
 QWEN3_VL = 'qwen3_vl'
-FAMILIES = (QWEN2_5_VL, QWEN3_VL)
+QWEN3_5 = 'qwen3_5'
+FAMILIES = (QWEN2_5_VL, QWEN3_VL, QWEN3_5)
 
 CHANNELS = 3
 

@@ -1,8 +1,8 @@
 """The vision towers of Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL (arXiv 2511.21631): features from patches.
 
-Parameters have the names of Hugging Face checkpoints with two exceptions (`checkpoint.names`): the mergers of both
-families have the same names, and so do their norms. All images of one call have the same size; images of several sizes
-need one call for each size.
+That of Qwen3.5 is Qwen3-VL's without DeepStack. Parameters have the names of Hugging Face checkpoints with two
+exceptions (`checkpoint.names`): the mergers of all families have the same names, and so do their norms. All images of
+one call have the same size; images of several sizes need one call for each size.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GatedMLP(nnx.Module):
 
 
 class MLP(nnx.Module):
-  """Feed-forward of one block of Qwen3-VL."""
+  """Feed-forward of one block of Qwen3-VL and Qwen3.5."""
 
   def __init__(self, cfg: VisionConfig, *, param_dtype: Any, rngs: nnx.Rngs):
     v, f = (cfg.hidden_size,), (cfg.intermediate_size,)

@@ -20,7 +20,7 @@ from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision import features
-from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_5, QWEN3_VL
 from ragen_jax.models.vision.positions import feature_columns, image_starts, rope_positions
 from ragen_jax.models.vision.tower import Features
 from ragen_jax.sampling.draw import GREEDY
@@ -38,9 +38,9 @@ GRIDS = (WIDE, SMALL)
 # All rows are padded to one length, so that each family compiles one program.
 COLUMNS = 112
 
-# For tests of what both families share.
+# For tests of what all families share.
 _QWEN2_5_IS_SLOW = pytest.mark.parametrize(
-  'pair', [pytest.param(QWEN2_5_VL, marks=pytest.mark.slow), QWEN3_VL], indirect=True, scope='module'
+  'pair', [pytest.param(QWEN2_5_VL, marks=pytest.mark.slow), QWEN3_VL, QWEN3_5], indirect=True, scope='module'
 )
 
 
