@@ -64,9 +64,7 @@ def _pair(transformers, family: str, directory) -> Pair:
   return Pair(family, theirs, load_model(str(directory), dtype=jnp.float32, param_dtype=jnp.float32), str(directory))
 
 
-@pytest.fixture(
-  scope='module', params=[*FAMILIES, pytest.param(QWEN3_5 + vision.EXPERTS, marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope='module', params=[*FAMILIES, pytest.param(QWEN3_5 + vision.EXPERTS, marks=pytest.mark.slow)])
 def pair(request, transformers, tmp_path_factory) -> Pair:
   # One model a family, however many files of tests ask for it.
   return _pair(transformers, request.param, tmp_path_factory.getbasetemp() / request.param)

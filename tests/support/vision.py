@@ -53,9 +53,9 @@ PROCESSORS = {
     'patch_size': 16,
   },
 }
-PROCESSORS[QWEN3_5] = PROCESSORS[QWEN3_VL]
 # Behind the name of a family whose decoder has experts.
 EXPERTS = '_moe'
+PROCESSORS |= dict.fromkeys((QWEN3_5, QWEN3_5 + EXPERTS), PROCESSORS[QWEN3_VL])
 
 
 def hf_config(transformers, family: str, **text):

@@ -106,8 +106,8 @@ _VISION_TABLES = {
 _VISION_TABLES[QWEN3_5] = _VISION_TABLES[QWEN3_VL]
 
 # Beginnings of names in checkpoints of models that read images, and those in the tables. The published Qwen2.5-VL files
-# have the names of the tables, those of Qwen3-VL and Qwen3.5 the others; `transformers` reads and writes both, as we do.
-# The first pair that fits counts.
+# have the names of the tables, those of Qwen3-VL and Qwen3.5 the others; `transformers` reads and writes both, and so
+# do we. The first pair that fits counts.
 _NESTED = (('model.visual.', 'visual.'), ('model.language_model.', 'model.'))
 _WRITTEN_NESTED = (QWEN3_VL, QWEN3_5)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen3.5: configs of the hub, the text model of one that reads images, and what is refused."""
+"""Checkpoints of Qwen3.5: configs of the hub, text models, and what is refused."""
 
 from __future__ import annotations
 
@@ -34,18 +34,27 @@ _TEXT = {
 }  # fmt: skip
 
 
-def hub_config(*, tied: bool, **text) -> dict:
+def hub_config(*, tied: bool, vision: tuple[int, int, int, int] = (27, 1152, 16, 4304), **text) -> dict:
+  """`vision` are the depth of the tower, its width, its heads and the width of its MLP."""
+  tower = dict(zip(('depth', 'hidden_size', 'num_heads', 'intermediate_size'), vision, strict=True))
   return {
     'architectures': ['Qwen3_5ForConditionalGeneration'], 'model_type': 'qwen3_5', 'image_token_id': 248056,
-    'tie_word_embeddings': tied, 'text_config': _TEXT | text, 'vision_config': {'model_type': 'qwen3_5', 'depth': 12},
+    'video_token_id': 248057, 'vision_start_token_id': 248053, 'vision_end_token_id': 248054,
+    'tie_word_embeddings': tied, 'text_config': _TEXT | text,
+    'vision_config': tower | {
+      'model_type': 'qwen3_5', 'deepstack_visual_indexes': [], 'hidden_act': 'gelu_pytorch_tanh', 'in_channels': 3,
+      'num_position_embeddings': 2304, 'out_hidden_size': text['hidden_size'], 'patch_size': 16,
+      'spatial_merge_size': 2, 'temporal_patch_size': 2,
+    },
   }  # fmt: skip
 
 
 def test_published_configs_are_those_of_the_presets(tmp_path):
   """0.8B with the kinds of its layers, 27B with their interval."""
   small = hub_config(
-    tied=True, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, num_attention_heads=8,
-    num_key_value_heads=2, linear_num_value_heads=16, layer_types=[LINEAR, LINEAR, LINEAR, FULL] * 6,
+    tied=True, vision=(12, 768, 12, 3072), hidden_size=1024, intermediate_size=3584, num_hidden_layers=24,
+    num_attention_heads=8, num_key_value_heads=2, linear_num_value_heads=16,
+    layer_types=[LINEAR, LINEAR, LINEAR, FULL] * 6,
   )  # fmt: skip
   large = hub_config(
     tied=False, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24,
@@ -130,8 +139,10 @@ def test_types_of_a_file_come_back_and_decays_are_float32_in_any_case(hybrid, tm
       np.testing.assert_array_equal(again[name], x, err_msg=name)
 
 
-def test_the_text_model_of_a_checkpoint_with_a_tower_is_loaded(hybrid, tmp_path, transformers):
-  """Names of the hub, tensors of the tower and of the head for several tokens; the logits of the class of the hub."""
+def test_the_head_for_several_tokens_is_left_out_and_the_tower_too_where_a_config_has_none(
+  hybrid, tmp_path, transformers
+):
+  """Files of the hub, with their config or that of the text model."""
   import torch
 
   text = transformers.AutoConfig.from_pretrained(str(hybrid)).to_dict()
@@ -152,12 +163,16 @@ def test_the_text_model_of_a_checkpoint_with_a_tower_is_loaded(hybrid, tmp_path,
   assert 'model.language_model.layers.0.linear_attn.A_log' in tensors
   extra = {'mtp.fc.weight': np.zeros((16, 32), np.float32), 'mtp.layers.0.mlp.up_proj.weight': np.zeros((2, 2))}
   save_file(tensors | extra, directory / 'model.safetensors')
-  ours = load_model(str(directory), dtype=jnp.float32, param_dtype=jnp.float32)
-  assert ours.visual is None and ours.cfg == HYBRID
   with torch.no_grad():
     expected = theirs(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
   assert np.std(expected) > 0.3
-  np.testing.assert_allclose(logits(ours, TOKENS), expected, rtol=0, atol=1e-4)
-  save_file(tensors | {'model.audio.weight': np.zeros(2, np.float32)}, directory / 'model.safetensors')
-  with pytest.raises(UserError, match=r'1 unexpected: model.audio.weight'):
-    load_model(str(directory), dtype=jnp.float32, param_dtype=jnp.float32)
+  of_text = (hybrid / 'config.json').read_text()
+  for config in ((directory / 'config.json').read_text(), of_text):
+    (directory / 'config.json').write_text(config)
+    ours = load_model(str(directory), dtype=jnp.float32, param_dtype=jnp.float32)
+    assert (ours.visual is None) == (config is of_text) and dataclasses.replace(ours.cfg, vision=None) == HYBRID
+    np.testing.assert_allclose(logits(ours, TOKENS), expected, rtol=0, atol=1e-4)
+    save_file(tensors | {'model.audio.weight': np.zeros(2, np.float32)}, directory / 'model.safetensors')
+    with pytest.raises(UserError, match=r'1 unexpected: model\..*audio.weight$'):
+      load_model(str(directory), dtype=jnp.float32, param_dtype=jnp.float32)
+    save_file(tensors | extra, directory / 'model.safetensors')

@@ -151,8 +151,8 @@ def test_rows_do_not_see_the_images_of_others(pair, rows):
   assert np.abs(after[2, first:] - before[2, first:]).max() > 0.1
 
 
-@_QWEN2_5_IS_SLOW
-@pytest.mark.slow_cases('qwen3_vl')
+@pytest.mark.parametrize('pair', [QWEN2_5_VL, QWEN3_VL], indirect=True, scope='module')
+@pytest.mark.slow
 def test_decoders_in_a_loop_add_features_after_their_first_layers(pair):
   graphdef, params = nnx.split(pair.ours)
   rng = np.random.default_rng(6)
