@@ -330,7 +330,7 @@ class Environment(Game):
 
     Args:
       tile: side of a tile in pixels. With the pixels of a visual token of the model, 28 for Qwen2.5-VL or 32 for
-        Qwen3-VL, a tile is one token; the processor must not enlarge the image, see docs/vision.md.
+        Qwen3-VL and Qwen3.5, a tile is one token; the processor must not enlarge the image, see docs/vision.md.
 
     Raises:
       NotImplementedError: the environment draws no images.

@@ -7,6 +7,7 @@ import datetime
 import json
 import pathlib
 
+import numpy as np
 import pytest
 import transformers
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.chat_template import CHATML, Thoughts, write
 from ragen_jax.agent.context_manager import ContextManager
-from ragen_jax.agent.segments import as_text
+from ragen_jax.agent.segments import ImageSegment, as_text, join
 from ragen_jax.agent.templates import SYSTEM
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import Budget, EnvSpec
@@ -90,6 +91,42 @@ def test_three_turns_have_the_ids_of_the_template(pair):
       )
     else:
       assert ids == ids_of(theirs, messages)
+
+
+def test_images_stand_where_the_template_of_qwen3_5_puts_them(tmp_path):
+  vision = ('<|vision_start|>', '<|image_pad|>', '<|vision_end|>', '<|video_pad|>')
+  for name in ('qwen3.5', 'qwen3.5-small'):
+    kind = dataclasses.replace(KINDS[name], specials=(*KINDS[name].specials, *vision))
+    directory = write_tokenizer(tmp_path / name, kind)
+    ours, theirs = ChatTokenizer(directory, images=True), reference(directory)
+    images = [ImageSegment(np.full((8, 8, 3), i, np.uint8), 2 + i) for i in range(4)]
+    shown = [['\n The board:\n', images[0], ' and ', images[1], ' now. \n'], [images[2], '  It was ', images[3]]]
+    messages = [('system', [' Play. '])]
+    encoded = [ours.opening(' Play. ', join(*_segments(shown[0])), '')]
+    encoded += ['Left', ours.following(join(*_segments(shown[1])), '', closed=False)]
+    messages += [('user', shown[0]), ('assistant', ['Left']), ('user', shown[1])]
+    text = theirs.apply_chat_template(
+      [{'role': role, 'content': [_part(x) for x in parts]} for role, parts in messages],
+      tokenize=False, add_generation_prompt=True,
+    )  # fmt: skip
+    # What the template forces before a reply stays there, see `test_three_turns_have_the_ids_of_the_template`.
+    expected = text.replace('assistant\nLeft', f'assistant\n{ours.format.forced}Left')
+    for image in images:
+      expected = expected.replace('t|><|image_pad|><', f't|>{"<|image_pad|>" * image.columns}<', 1)
+    found = ours.encode_segments(join(*encoded))
+    assert ours.decode(found.ids) == expected
+    assert [span.segment for span in found.images] == images
+    pads = [i for span in found.images for i in range(span.start, span.stop)]
+    assert [i for i, token in enumerate(found.ids) if token == ours.placeholder] == pads
+    assert ours.banned == tuple(sorted(ours.added[token] for token in vision))
+
+
+def _segments(parts):
+  return [(x,) if isinstance(x, ImageSegment) else x for x in parts]
+
+
+def _part(x) -> dict:
+  return {'type': 'image'} if isinstance(x, ImageSegment) else {'type': 'text', 'text': x}
 
 
 def test_a_reply_ends_with_the_token_of_the_template(pair):

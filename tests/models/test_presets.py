@@ -9,6 +9,7 @@ import pytest
 
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
+from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils.errors import UserError
 
 
@@ -126,6 +127,11 @@ def test_presets_of_qwen3_5_have_the_text_model_and_the_tower_that_are_published
   for w in weights(presets.shape(preset, '')):
     size[w.path[0] == 'visual'] += w.size
   assert size == {True: tower, False: text}
+
+
+def test_the_processor_of_a_preset_is_that_of_the_published_file():
+  found = presets.processor('qwen3.5-0.8b', '')
+  assert found == ProcessorConfig(16, 2, 2, 65_536, 16_777_216, (0.5,) * 3, (0.5,) * 3)
 
 
 def test_every_preset_has_a_shape():

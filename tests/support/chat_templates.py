@@ -38,14 +38,18 @@ QWEN3 = (
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
   "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-# Contents are stripped, a system message comes first or never, and somebody must ask. Replies behind the last question
-# have a thought, if only an empty one. Small models do not think unless they are told to.
+# Contents are stripped, and may be lists with images; a system message comes first or never, and somebody must ask.
+# Replies behind the last question have a thought, if only an empty one. Small models do not think unless they are told
+# to.
 _QWEN3_5 = (
+  '{% macro shown(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}'
+  "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}"
+  '{% endfor %}{% endif %}{% endmacro %}'
   '{% set ns = namespace(asked=-1) %}'
-  "{% for m in messages %}{% if m.role == 'user' and not (m.content | trim).startswith('<tool_response>') %}"
+  "{% for m in messages %}{% if m.role == 'user' and not (shown(m.content) | trim).startswith('<tool_response>') %}"
   '{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}'
   "{% if ns.asked < 0 %}{{ raise_exception('Nobody asks.') }}{% endif %}"
-  '{% for m in messages %}{% set text = m.content | trim %}'
+  '{% for m in messages %}{% set text = shown(m.content) | trim %}'
   "{% if m.role == 'system' and not loop.first %}{{ raise_exception('A system message comes first.') }}{% endif %}"
   "{% if m.role == 'assistant' %}{% set thought = '' %}{% if '</think>' in text %}"
   "{% set thought = text.split('</think>')[0].split('<think>')[-1] | trim %}"

@@ -22,8 +22,10 @@ from ragen_jax.agent.templates import prompt_pieces
 from ragen_jax.agent.world_model.formats import read_sections
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.qwen import Qwen, QwenConfig
-from ragen_jax.models.vision.config import QWEN2_5_VL, VisionConfig
+from ragen_jax.models.checkpoint.vision_config import TRUNKS
+from ragen_jax.models.linear_attention import LinearConfig
+from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_5, QWEN3_VL, VisionConfig
 from ragen_jax.sft import tiny_tokenizer
 from tests.support.configs import small_config
 
@@ -66,17 +68,19 @@ def checkpoint(config: ConfigDict, directory: pathlib.Path, family: str, *, seed
   tokenizer.add_special_tokens(list(VISION_TOKENS))
   tiny_tokenizer.save(tokenizer, str(files))
   start, pad, end, video, _ = map(tokenizer.token_to_id, VISION_TOKENS)
-  windows = family == QWEN2_5_VL
+  windows, hybrid = family == QWEN2_5_VL, family == QWEN3_5
   tower = VisionConfig(
     family=family, depth=2, hidden_size=16, intermediate_size=20, num_heads=2, out_hidden_size=32, patch_size=4,
     temporal_patch_size=2, merge_size=2, window_size=16 if windows else 0, full_blocks=(1,) if windows else (),
-    num_positions=0 if windows else 16, deepstack_blocks=() if windows else (0, 1), image_token_id=pad,
+    num_positions=0 if windows else 16, deepstack_blocks=(0, 1) if family == QWEN3_VL else (), image_token_id=pad,
     video_token_id=video, vision_start_token_id=start, vision_end_token_id=end,
   )  # fmt: skip
   cfg = QwenConfig(
-    architecture='qwen2' if windows else 'qwen3', vocab_size=ChatTokenizer(files).size, hidden_size=32,
+    architecture=TRUNKS[family], vocab_size=ChatTokenizer(files).size, hidden_size=32,
     intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, rope_theta=1e4,
-    rope_sections=(2, 1, 1), rope_interleaved=not windows, vision=tower,
+    rope_sections=(2, 1, 1), rope_interleaved=not windows, vision=tower, rope_width=8 * hybrid,
+    layer_kinds=(LINEAR, FULL) * hybrid,
+    linear=LinearConfig(key_heads=2, value_heads=4, key_dim=4, value_dim=8, taps=3) if hybrid else None,
   )  # fmt: skip
   model = Qwen(cfg, rngs=nnx.Rngs(seed))
   # Larger weights than the initial ones, so that images matter.

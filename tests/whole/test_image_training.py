@@ -11,7 +11,7 @@ from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.models import lora
-from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_5, QWEN3_VL
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.train import train_and_evaluate
 from ragen_jax.training import objective, packing
@@ -38,7 +38,7 @@ def _played(config, directory, family, monkeypatch):
   return trainer, state, selected, batch, metrics
 
 
-@pytest.mark.parametrize(('family', 'packing'), [(QWEN2_5_VL, True), (QWEN3_VL, False)])
+@pytest.mark.parametrize(('family', 'packing'), [(QWEN2_5_VL, True), (QWEN3_VL, False), (QWEN3_5, True)])
 @pytest.mark.exhaustive_cases('qwen3_vl-False')
 def test_the_gradient_of_a_trained_tower_is_that_of_finite_differences(tmp_path, monkeypatch, family, packing):
   config = seeing_config(model__vision='trained', optimizer__packing=packing, **_FIELDS)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.agent.segments import images_of
-from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_5, QWEN3_VL
 from ragen_jax.training.batches import TokenRows, at_columns, sampled_columns
 from ragen_jax.training.packing import plan_rows
 from ragen_jax.training.probes import Probes, Prompt
@@ -34,7 +34,9 @@ MODES = {
   scope='module',
   params=[
     (QWEN3_VL, 'full'),
-    pytest.param((QWEN2_5_VL, 'full'), marks=_slow),
+    *[pytest.param((family, 'full'), marks=_slow) for family in (QWEN2_5_VL, QWEN3_5)],
+    # Rows that come and go, and other rows than those that were sampled first.
+    pytest.param((QWEN3_5, 'single'), marks=_slow),
     *[pytest.param((QWEN3_VL, mode), marks=_slow) for mode in list(MODES)[1:]],
   ],
   ids='-'.join,

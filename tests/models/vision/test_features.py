@@ -15,8 +15,10 @@ import pytest
 from flax import nnx
 
 from ragen_jax.models import lora
+from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import stored_name, weights
 from ragen_jax.models.layers import freeze
+from ragen_jax.models.linear_attention import RecurrentState
 from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision import features
@@ -139,6 +141,24 @@ def test_logits_are_those_of_transformers(pair, rows):
       expected = pair.theirs(**hf_inputs(torch, row)).logits[0].numpy()
     assert np.std(expected) > 0.5, 'too flat to show a difference'
     np.testing.assert_allclose(own[: len(row.tokens)], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('pair', [QWEN3_5], indirect=True, scope='module')
+def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(pair, rows):
+  import torch
+
+  batch = batch_of(pair.ours, rows)
+  expected = logits(pair.ours, batch)
+  ours = load_model(pair.directory, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+  found = logits(ours, batch)
+  theirs = type(pair.theirs).from_pretrained(pair.directory, dtype=torch.bfloat16).eval()
+  assert {part.memory.dtype for part in ours.init_cache(1, 1) if isinstance(part, RecurrentState)} == {jnp.float32}
+  for row, own, right in zip(rows, found, expected, strict=True):
+    with torch.no_grad():
+      other = theirs(**hf_inputs(torch, row)).logits[0].float().numpy()
+    errors = [float(np.std(x[: len(other)] - right[: len(other)])) for x in (own, other)]
+    assert 1e-3 < errors[0] < 1.2 * errors[1]
 
 
 def test_rows_do_not_see_the_images_of_others(pair, rows):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ragen_jax.models import presets
-from ragen_jax.models.vision.config import FAMILIES, QWEN2_5_VL, QWEN3_VL
+from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL
 from ragen_jax.models.vision.processor import (
   ProcessorConfig,
   grid_of,
@@ -30,7 +30,7 @@ _TOWERS = {
 }
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=_TOWERS)
 def family(request) -> str:
   return request.param
 
