@@ -153,7 +153,8 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(pair, rows):
   ours = load_model(pair.directory, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
   found = logits(ours, batch)
   theirs = type(pair.theirs).from_pretrained(pair.directory, dtype=torch.bfloat16).eval()
-  assert {part.memory.dtype for part in ours.init_cache(1, 1) if isinstance(part, RecurrentState)} == {np.dtype('float32')}
+  memories = [part.memory for part in ours.init_cache(1, 1) if isinstance(part, RecurrentState)]
+  assert [memory.dtype for memory in memories] == ['float32'] * 3
   for row, own, right in zip(rows, found, expected, strict=True):
     with torch.no_grad():
       other = theirs(**hf_inputs(torch, row)).logits[0].float().numpy()
