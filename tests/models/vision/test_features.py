@@ -207,7 +207,7 @@ PROMPT = 68
 
 @_QWEN2_5_IS_SLOW
 @pytest.mark.usefixtures('new_programs')
-@pytest.mark.slow_cases('qwen3_vl')
+@pytest.mark.slow_cases('qwen3_vl', 'qwen3_5')
 def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_whole_rows(pair):
   model, cfg = pair.ours, pair.ours.cfg.vision
   policy = ActorCritic(model)
@@ -288,7 +288,7 @@ def loss_and_gradient(pair):
 
 
 @_QWEN2_5_IS_SLOW
-@pytest.mark.slow_cases('qwen3_vl')
+@pytest.mark.slow_cases('qwen3_vl', 'qwen3_5')
 def test_gradients_are_those_of_transformers_and_of_finite_differences(pair, loss_and_gradient):
   import torch
 
@@ -327,6 +327,7 @@ def test_gradients_are_those_of_transformers_and_of_finite_differences(pair, los
 
 
 @_QWEN2_5_IS_SLOW
+@pytest.mark.slow_cases('qwen3_5')
 def test_a_frozen_tower_gets_no_gradient_and_the_others_do(pair, loss_and_gradient):
   loss, _, params, _, _ = loss_and_gradient
   graphdef, own = nnx.split(pair.ours)
