@@ -35,6 +35,8 @@ def test_a_config_that_is_written_is_read(tmp_path, preset):
   write_json(str(tmp_path / 'config.json'), raw)
   assert read_config(str(tmp_path)) == cfg
   assert ('text_config' in raw) == (cfg.vision.family != QWEN2_5_VL)
+  if 'text_config' in raw:
+    assert raw['text_config']['model_type'] == f'{raw["model_type"]}_text'
 
 
 def test_published_configs(tmp_path):
