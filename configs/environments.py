@@ -212,7 +212,8 @@ def by_tag() -> ConfigDict:
   )
   # Sudoku on the usual board of 9 x 9 cells; its prompt and ten turns need a long agent.max_context.
   envs.Sudoku9x9 = _like(envs.Sudoku, side=9, empty_cells=40, max_turns=10, max_actions=50)
-  # Find an object in a room, with first-person pictures, see docs/navigation.md.
+  # Find an object in a room, with first-person pictures, see docs/navigation.md. The type 'ai2thor' is the same
+  # game in scenes of this simulator, see docs/simulators.md.
   envs.Navigation = ConfigDict(
     {
       'type': 'navigation',
@@ -250,6 +251,27 @@ def by_tag() -> ConfigDict:
       'picture': 9,
       # Names of the actions: 'thor' (moveahead) or 'words' (move_forward, as in VAGEN's later version).
       'names': 'thor',
+      # With type='ai2thor'. What describes rooms of the type 'navigation' (dim, inner_walls, num_objects, kinds,
+      # colours, min_path, max_path, start, picture, tile) has no effect then.
+      'simulator': {
+        # JSON file of tasks, in VAGEN's form.
+        'tasks': '',
+        # The program of Unity; empty for the build that the package ai2thor downloads.
+        'executable': '',
+        # Platform of this build: 'CloudRendering' (no display), 'Linux64', 'OSXIntel64', or empty for what the package
+        # chooses.
+        'platform': '',
+        # Sides of a picture in pixels, 32 to 1024.
+        'size': 252,
+        # Interpreter of the worker processes, of Python 3.11 or newer, which has the simulator; '' for that of the run.
+        'python': '',
+        # Worker processes, which the episodes are spread over; at least 1.
+        'processes': 2,
+        # MiB that each process may write to; 0 for no limit.
+        'memory_mib': 0,
+        # Seconds of an action or a reset, with the start of the simulator.
+        'step_timeout_s': 300.0,
+      },
       # How the prompt shows the state: 'text' or 'image' (for models that read images).
       'observation': 'text',
       # Side of a tile of the picture in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
@@ -264,7 +286,8 @@ def by_tag() -> ConfigDict:
   envs.NavigationValidation = _like(envs.Navigation, split='validation')
   # Rooms that neither of the two plays.
   envs.NavigationTest = _like(envs.Navigation, split='test')
-  # Move cubes on a table by skills with coordinates, see docs/manipulation.md; the names are those of VAGEN's tasks.
+  # Move cubes on a table by skills with coordinates, see docs/manipulation.md; the names are those of VAGEN's tasks. The
+  # type 'maniskill' is the same game with this simulator's robot arm, see docs/simulators.md.
   envs.PlaceTwoCube = ConfigDict(
     {
       'type': 'manipulation',
@@ -278,6 +301,21 @@ def by_tag() -> ConfigDict:
       'split': 'train',
       # Rows, and columns, of tiles of a picture; 2 to 64.
       'picture': 9,
+      # With type='maniskill', where picture and tile have no effect.
+      'simulator': {
+        # Where pictures are drawn: 'gpu', or 'cpu' (needs Mesa 25 or newer with lavapipe).
+        'render': 'gpu',
+        # Sides of a picture in pixels, 32 to 1024.
+        'size': 252,
+        # Interpreter of the worker processes, of Python 3.11 or newer, which has the simulator; '' for that of the run.
+        'python': '',
+        # Worker processes, which the episodes are spread over; at least 1.
+        'processes': 2,
+        # MiB that each process may write to; 0 for no limit.
+        'memory_mib': 0,
+        # Seconds of an action or a reset, with the start of the simulator.
+        'step_timeout_s': 300.0,
+      },
       # How the prompt shows the state: 'text' or 'image' (for models that read images).
       'observation': 'text',
       # Side of a tile of a picture in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.

@@ -59,7 +59,8 @@ def env_specs(config: ConfigDict, tags: tuple[str, ...], groups: tuple[int, ...]
       env.check_budget(budget)
     except ValueError as e:
       raise UserError(f'envs.{tag}: {_without_type(str(e), env_type)}') from e
-    if shown in ('image', 'text') and (env.is_outside or env.image_grid is None):
+    simulated = env_type in registry.SIMULATORS
+    if shown in ('image', 'text') and not simulated and (env.is_outside or env.image_grid is None):
       told = 'draws no images' if shown == 'image' else 'has no such option, since it draws no images'
       raise UserError(f'envs.{tag}.observation={shown!r}: {env.name} {told}')
     specs.append(EnvSpec(tag, env, budget, max_words, count, tile, **wording))
@@ -139,9 +140,11 @@ def _is_option(name: str, env_type: str) -> bool:
 
 
 def _tile(tag: str, options: dict[str, Any]) -> int | None:
-  """Takes `tile`, and `observation` if it is 'image' or 'text', out of an environment's options: see `EnvSpec.tile`."""
+  """Takes `tile`, and `observation` if it is 'image' or 'text', out of options: see `EnvSpec.tile`."""
   shown = options.get('observation')
   tile = options.pop('tile', 0)
+  if options.get('type') in registry.SIMULATORS:  # it has pictures of its own
+    return None
   if shown in ('image', 'text'):
     del options['observation']
   if not isinstance(tile, int) or isinstance(tile, bool) or (tile and not MIN_TILE <= tile <= MAX_TILE):

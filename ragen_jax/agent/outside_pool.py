@@ -17,6 +17,7 @@ from ragen_jax.agent.pool import FAULT_MESSAGE, Outcomes, Pool, PoolStep
 from ragen_jax.agent.segments import Observation
 from ragen_jax.envs.outside.base import Session, TextStep, read_expert, read_observation, read_step
 from ragen_jax.envs.outside.images import ImageObservation, read_text
+from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils import foreign
@@ -185,6 +186,9 @@ class OutsidePool(Pool):
     line = np.full((seen.images[0].shape[0], 2, 3), 128, np.uint8)
     parts = [part for image in seen.images for part in (line, image)]
     return np.concatenate(parts[1:], axis=1) if len(seen.images) > 1 else seen.images[0]
+
+  def scenes(self, rows: list[int]) -> list[Scene]:
+    return self._session.scenes(rows)
 
   def legal_actions(self) -> list[list[str]]:
     if self.spec.env.action_words:

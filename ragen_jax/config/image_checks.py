@@ -12,6 +12,7 @@ from ragen_jax.agent.image_observations import shows_images
 from ragen_jax.agent.image_table_sizes import image_room
 from ragen_jax.agent.language_model import check_vision
 from ragen_jax.config import rules
+from ragen_jax.envs import SIMULATORS
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models import presets
 from ragen_jax.models.vision.processor import ProcessorConfig
@@ -98,6 +99,6 @@ def _programs_specs(config: ConfigDict, section: str) -> list[EnvSpec]:
 
 def _field(spec: EnvSpec) -> str:
   """The field that asks for images."""
-  if spec.tile is not None:
+  if spec.tile is not None or spec.env.name in SIMULATORS:
     return f"envs.{spec.tag}.observation='image'"
   return f'envs.{spec.tag}.images={spec.env.image_form.count}'

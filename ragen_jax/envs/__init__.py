@@ -29,6 +29,8 @@ from ragen_jax.envs.outside.python import PythonEnvironment
 from ragen_jax.envs.outside.tasks import AgentTasks
 from ragen_jax.envs.outside.verifiers import VerifiersTasks
 from ragen_jax.envs.rubik import Rubik2x2
+from ragen_jax.envs.simulators.ai2thor import ThorEnvironment
+from ragen_jax.envs.simulators.maniskill import ManiSkillEnvironment
 from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
 from ragen_jax.envs.svg.environment import SvgEnvironment
@@ -60,9 +62,15 @@ TYPES: dict[str, type[Environment | TextEnvironment]] = {
   'verifiers': VerifiersTasks,
   'alfworld': ALFWorldEnvironment,
   'svg': SvgEnvironment,
+  'ai2thor': ThorEnvironment,
+  'maniskill': ManiSkillEnvironment,
 }
+# Type of a simulator -> the type whose game it plays. The options of both are the same: those of the game, and under
+# 'simulator' those of the simulator.
+SIMULATORS = {'ai2thor': 'navigation', 'maniskill': 'manipulation'}
 
 __all__ = [
+  'SIMULATORS',
   'TYPES',
   'AgentTasks',
   'Budget',
@@ -85,6 +93,12 @@ def make(env_type: str, options: Mapping[str, Any]) -> Environment | TextEnviron
     ValueError: the type or an option does not exist, or a value is not allowed; one line names it.
   """
   cls = TYPES[env_type] if env_type in TYPES else _imported(env_type)
+  if env_type in SIMULATORS:
+    shared = {name: value for name, value in options.items() if name not in ('simulator', 'observation')}
+    own = {**options.get('simulator', {}), 'observation': options.get('observation', 'image')}
+    options = {'world': make(SIMULATORS[env_type], shared), **own}
+  elif env_type in SIMULATORS.values():
+    options = {name: value for name, value in options.items() if name != 'simulator'}
   fields = [f for f in dataclasses.fields(cls) if f.init]
   allowed = [f.name for f in fields]
   unknown = sorted(set(options) - set(allowed))

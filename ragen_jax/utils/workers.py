@@ -245,17 +245,19 @@ class Workers:
     workers: the workers; each may also be called by itself.
   """
 
-  def __init__(self, factory: str, args: tuple = (), *, count: int, memory_mib: int = 0, name: str = ''):
+  def __init__(
+    self, factory: str, args: tuple = (), *, count: int, memory_mib: int = 0, name: str = '', python: str = ''
+  ):
     """Starts nothing yet.
 
     Args:
-      factory, args, memory_mib, name: see `Worker`.
+      factory, args, memory_mib, name, python: see `Worker`.
       count: number of processes, 1 to `MOST_WORKERS`.
     """
     if not 1 <= count <= MOST_WORKERS:
       raise ValueError(f'{count} worker processes; allowed: 1 to {MOST_WORKERS}')
     names = [f'{name or factory} {i}' for i in range(count)]
-    self.workers = [Worker(factory, args, memory_mib=memory_mib, name=own) for own in names]
+    self.workers = [Worker(factory, args, memory_mib=memory_mib, name=own, python=python) for own in names]
     self._finalize = weakref.finalize(self, _close, [worker._held for worker in self.workers])
     self._mapping: set[int] = set()  # indices of the workers that make a call of `map`
     self._changed = threading.Condition()

@@ -24,6 +24,7 @@ import numpy as np
 
 from ragen_jax.envs.base import OF, Game
 from ragen_jax.envs.outside.images import ImageForm, ImageObservation, read_image_observation, read_text
+from ragen_jax.envs.scenes import Scene
 from ragen_jax.utils.errors import one_line, short
 from ragen_jax.utils.threads import Fault, attempt
 
@@ -82,6 +83,11 @@ class Session(abc.ABC):
     """
     del rows
     raise NotImplementedError('legal actions are not known')
+
+  def scenes(self, rows: Sequence[int]) -> list[Scene]:
+    """What replies may describe of the present state of each row. Only for environments with `scene_kinds`."""
+    del rows
+    raise NotImplementedError('there are no scenes')
 
   def end(self) -> None:
     """Called when a rollout is over: no row is stepped before its next reset. The default does nothing."""

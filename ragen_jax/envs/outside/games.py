@@ -1,4 +1,4 @@
-"""The objects that rows of a class, Gymnasium, TextWorld or ALFWorld play with, in this process or in worker processes.
+"""The objects that rows of a class, Gymnasium, TextWorld, ALFWorld or a simulator play with, in this process or in worker processes.
 
 A worker process loads this file by its path, and not as a part of its package, because `ragen_jax.envs` loads JAX. Of
 this package it may import `ragen_jax.utils` only.
@@ -257,13 +257,13 @@ def _flag(name: str, value: Any) -> bool:
   return bool(value)
 
 
-# -- TextWorld ---------------------------------------------------------------------------------------------------------
+# -- other folders -----------------------------------------------------------------------------------------------------
 
 
-def _games_of(kind: str, cls: str) -> Callable[..., Any]:
-  """Makes the games of a folder of `envs`, whose file is loaded by its path too."""
-  file = pathlib.Path(__file__).parents[1] / kind / 'games.py'
-  return lambda **settings: import_object(kind, f'{file}:{cls}')(**settings)
+def _games_of(module: str, cls: str) -> Callable[..., Any]:
+  """Makes the games of a module of `envs`, 'folder/file', which is loaded by its path too."""
+  file = pathlib.Path(__file__).parents[1] / f'{module}.py'
+  return lambda **settings: import_object(module, f'{file}:{cls}')(**settings)
 
 
 # -- in a worker process -----------------------------------------------------------------------------------------------
@@ -275,8 +275,10 @@ class Rows:
   _KINDS: Mapping[str, Callable[..., Any]] = {
     'python': PythonGames,
     'gymnasium': GymnasiumGames,
-    'textworld': _games_of('textworld', 'TextWorldGames'),
-    'alfworld': _games_of('alfworld', 'ALFWorldGames'),
+    'textworld': _games_of('textworld/games', 'TextWorldGames'),
+    'alfworld': _games_of('alfworld/games', 'ALFWorldGames'),
+    'ai2thor': _games_of('simulators/ai2thor_worker', 'ThorGames'),
+    'maniskill': _games_of('simulators/maniskill_worker', 'ManiSkillGames'),
   }
 
   def __init__(self, kind: str, settings: Mapping[str, Any], info_keys: Sequence[str]):
@@ -284,7 +286,7 @@ class Rows:
 
     Args:
       kind: type of the environment.
-      settings: arguments of `PythonGames`, `GymnasiumGames`, `TextWorldGames` or `ALFWorldGames`.
+      settings: arguments of the class of this type in `_KINDS`.
       info_keys: what the parent reads of the last value of a step, if it is a mapping; the rest may not be plain.
     """
     self._info_keys, self._problem = tuple(info_keys), ''

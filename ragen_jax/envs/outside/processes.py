@@ -28,7 +28,7 @@ _running: weakref.WeakValueDictionary[bytes, GameProcesses] = weakref.WeakValueD
 
 
 def game_processes(
-  kind: str, settings: Mapping[str, Any], *, count: int, memory_mib: int, step_timeout_s: float
+  kind: str, settings: Mapping[str, Any], *, count: int, memory_mib: int, step_timeout_s: float, python: str = ''
 ) -> GameProcesses:
   """The processes of environments with these options, which training and evaluation share; they start when needed.
 
@@ -37,6 +37,7 @@ def game_processes(
     count: number of processes.
     memory_mib: limit of the memory of a process; 0 for no limit.
     step_timeout_s: time limit of a step or a reset, in seconds.
+    python: see `Link`.
 
   Raises:
     ValueError: a setting cannot be sent to another process; one line names it.
@@ -50,14 +51,16 @@ def game_processes(
         f'({one_line(e, str)})'
       ) from e
   places = [entry for entry in sys.path if isinstance(entry, str)]  # a path of import means another module elsewhere
-  key = pack([kind, dict(settings), count, memory_mib, step_timeout_s, places])
+  key = pack([kind, dict(settings), count, memory_mib, step_timeout_s, python, places])
   if (found := _running.get(key)) is None:
-    found = _running[key] = GameProcesses(kind, settings, count, memory_mib, step_timeout_s)
+    found = _running[key] = GameProcesses(kind, settings, count, memory_mib, step_timeout_s, python)
   return found
 
 
 @functools.lru_cache(maxsize=256)
-def _describe(kind: str, settings: bytes, memory_mib: int, step_timeout_s: float, places: tuple[str, ...]) -> bytes:
+def _describe(
+  kind: str, settings: bytes, memory_mib: int, python: str, step_timeout_s: float, places: tuple[str, ...]
+) -> bytes:
   """What the games' `describe` returns, packed. A run makes its environments several times, and asks once.
 
   Args:
@@ -70,7 +73,8 @@ def _describe(kind: str, settings: bytes, memory_mib: int, step_timeout_s: float
   """
   del places
   args = kind, unpack(settings), INFO_KEYS
-  with contextlib.closing(Worker(_FACTORY, args, memory_mib=memory_mib, name=f'{kind}: description')) as worker:
+  how = {'memory_mib': memory_mib, 'name': f'{kind}: description', 'python': python}
+  with contextlib.closing(Worker(_FACTORY, args, **how)) as worker:
     result, fault = worker.call('describe', timeout_s=step_timeout_s)
   if fault is not None:
     raise _Failed(str(fault))
@@ -92,16 +96,18 @@ class GameProcesses:
     step_timeout_s: time limit of a step or a reset, in seconds.
   """
 
-  def __init__(self, kind: str, settings: Mapping[str, Any], count: int, memory_mib: int, step_timeout_s: float):
+  def __init__(
+    self, kind: str, settings: Mapping[str, Any], count: int, memory_mib: int, step_timeout_s: float, python: str
+  ):
     """See `game_processes`."""
-    self._described = kind, pack(dict(settings)), memory_mib
+    self._described = kind, pack(dict(settings)), memory_mib, python
     self.step_timeout_s = step_timeout_s
     args, name = (kind, dict(settings), INFO_KEYS), str(settings.get('class_path') or settings.get('id') or kind)
-    self.workers = Workers(_FACTORY, args, count=count, memory_mib=memory_mib, name=name)
+    self.workers = Workers(_FACTORY, args, count=count, memory_mib=memory_mib, name=name, python=python)
     self._sessions = itertools.count()
     self._ended: list[int] = []  # sessions; added to by finalizers, which may run at any place
     # Reads actions and the ids of levels; its end, if it hangs, must not concern rows. It starts when it is needed.
-    self._parser = Worker(_FACTORY, args, memory_mib=memory_mib, name=f'{name} parser')
+    self._parser = Worker(_FACTORY, args, memory_mib=memory_mib, name=f'{name} parser', python=python)
 
   def describe(self, where: str) -> dict[str, Any]:
     """What the games' `describe` returns, from a process of its own.
