@@ -286,8 +286,8 @@ def by_tag() -> ConfigDict:
   envs.NavigationValidation = _like(envs.Navigation, split='validation')
   # Rooms that neither of the two plays.
   envs.NavigationTest = _like(envs.Navigation, split='test')
-  # Move cubes on a table by skills with coordinates, see docs/manipulation.md; the names are those of VAGEN's tasks. The
-  # type 'maniskill' is the same game with this simulator's robot arm, see docs/simulators.md.
+  # Move cubes on a table by skills with coordinates, see docs/manipulation.md; the names are those of VAGEN's tasks.
+  # The type 'maniskill' is the same game with this simulator's robot arm, see docs/simulators.md.
   envs.PlaceTwoCube = ConfigDict(
     {
       'type': 'manipulation',

@@ -1,4 +1,4 @@
-"""The objects that rows of a class, Gymnasium, TextWorld, ALFWorld or a simulator play with, in this process or in worker processes.
+"""The objects that rows of environments outside JAX play with, in this process or in worker processes.
 
 A worker process loads this file by its path, and not as a part of its package, because `ragen_jax.envs` loads JAX. Of
 this package it may import `ragen_jax.utils` only.

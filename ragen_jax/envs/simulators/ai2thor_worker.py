@@ -42,8 +42,9 @@ class ThorGames:
     self._class = Controller
     self._kwargs = {
       'width': size, 'height': size, 'fieldOfView': fov, 'gridSize': _GRID, 'visibilityDistance': _VISIBLE,
-      'platform': platform or None, 'local_executable_path': executable or None, 'server_timeout': timeout_s,
-      'server_start_timeout': timeout_s,
+      'platform': platform or None, 'local_executable_path': executable or None,
+      # Without a limit the package notices at once that the program has ended. One that hangs ends with this process.
+      'server_timeout': None, 'server_start_timeout': timeout_s,
     }  # fmt: skip
     self._idle: list[Any] = []
 
@@ -55,7 +56,10 @@ class ThorGames:
       if image.shape != (self.size, self.size, 3):
         raise TypeError(f'a frame is {image.shape}')
     except Exception as e:
-      raise ValueError(f'ai2thor: scene {self.first["scene"]} cannot be played ({describe_error(e)})') from e
+      raise ValueError(
+        f'ai2thor: scene {self.first["scene"]} cannot be played ({describe_error(e)}); the platform CloudRendering '
+        'needs Vulkan, others and an executable need a display (DISPLAY)'
+      ) from e
     finally:
       game.close()
       self.close()

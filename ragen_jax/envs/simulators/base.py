@@ -176,13 +176,17 @@ class SimulatorEnvironment(TextEnvironment):
 
 
 class SimulatorSession(Session):
-  """The rows of a rollout that play a simulator."""
+  """The rows of a rollout that play a simulator.
+
+  Attributes:
+    plays: row -> its episode, see `SimulatorEnvironment.begin`.
+  """
 
   def __init__(self, env: SimulatorEnvironment, connect: Any):
     """`connect` opens a session of the worker processes."""
     self._env, self._connect = env, connect
     self._inner: Session = connect()
-    self._plays: dict[int, Any] = {}
+    self.plays: dict[int, Any] = {}
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
     """See `Session`."""
@@ -206,32 +210,32 @@ class SimulatorSession(Session):
   def _begin(self, row: int, level: Any, raw: Any) -> Any:
     if isinstance(raw, Fault):
       return raw
-    self._plays[row] = self._env.begin(level, json.loads(_text(raw)))
+    self.plays[row] = self._env.begin(level, json.loads(_text(raw)))
     return self._shown(row, raw)
 
   def _go_on(self, row: int, raw: Any) -> Any:
     if isinstance(raw, Fault):
       return raw
-    told = self._env.go_on(self._plays[row], json.loads(_text(raw[0])))
-    self._plays[row] = told.play
+    told = self._env.go_on(self.plays[row], json.loads(_text(raw[0])))
+    self.plays[row] = told.play
     info = {'success': told.success, 'effective': told.effective}
     return self._shown(row, raw[0]), told.reward, told.done, info
 
   def _shown(self, row: int, raw: Any) -> Any:
-    text = self._env.text_of(self._plays[row])
+    text = self._env.text_of(self.plays[row])
     return text if self._env.image_form is None else {'text': text, 'images': raw['images']}
 
   def scenes(self, rows: Sequence[int]) -> list[Scene]:
-    return [self._env.scene_of(self._plays[row]) for row in rows]
+    return [self._env.scene_of(self.plays[row]) for row in rows]
 
   def expert(self, rows: Sequence[int]) -> list[Any]:
-    return [self._env.plan_of(self._plays[row])[0] for row in rows]
+    return [self._env.plan_of(self.plays[row])[0] for row in rows]
 
   def rationale(self, rows: Sequence[int]) -> list[Any]:
-    return [self._env.plan_of(self._plays[row])[1] for row in rows]
+    return [self._env.plan_of(self.plays[row])[1] for row in rows]
 
   def legal_actions(self, rows: Sequence[int]) -> list[Any]:
-    return [self._env.legal_of(self._plays[row]) for row in rows]
+    return [self._env.legal_of(self.plays[row]) for row in rows]
 
   def end(self) -> None:
     """Lets other rollouts use the simulators of this one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,9 @@ _LIFT, _NEAR = 0.1, 0.004
 # An action of size 1 is this much, in a control step.
 _REACH = 0.1
 # Control steps of a move at most, and of opening or closing the hand.
-_MOST_STEPS, _GRIP_STEPS = 40, 6
+_MOST_STEPS, _GRIP_STEPS = 60, 6
+# The largest action of a push, since a fast cube slides on, and millimetres that the hand goes back before it rises.
+_SLOW, _BACK = 0.25, 40
 # Control steps in which things come to rest.
 _SETTLE_STEPS = 4
 OPEN, CLOSED = 1.0, -1.0
@@ -158,7 +161,7 @@ class ManiSkillGame:
     return self._observation()
 
   def step(self, skill: Sequence[int]) -> tuple[dict[str, Any], float, bool, bool]:
-    """Executes a skill: its name, and its numbers in millimetres. One that the hand cannot do, full or empty, is none."""
+    """Executes a skill, its name and its numbers in millimetres; nothing if the hand is full or empty and must not be."""
     name, *numbers = skill
     if (name == 'place') == (self._held() >= 0):
       {'pick': self._pick, 'place': self._place, 'push': self._push}[name](*numbers)
@@ -186,7 +189,11 @@ class ManiSkillGame:
   def _push(self, x: int, y: int, z: int, to_x: int, to_y: int, to_z: int) -> None:
     self._turn_grip(CLOSED)
     self._come_down(x, y, z)
-    self._move((to_x, to_y, to_z))
+    self._move((to_x, to_y, to_z), _SLOW)
+    # The hand swings as it rises, and would go on pushing.
+    way = to_x - x, to_y - y
+    back = _BACK / max(math.hypot(*way), _BACK)
+    self._move((to_x - back * way[0], to_y - back * way[1], to_z))
     self._rise()
     self._turn_grip(OPEN)
 
@@ -210,8 +217,12 @@ class ManiSkillGame:
 
     return np.asarray(self._table.agent.tcp.pose.p)[0]
 
-  def _move(self, place: Sequence[float]) -> None:
-    """Moves the hand straight to a place in millimetres, or until it does not come nearer."""
+  def _move(self, place: Sequence[float], fastest: float = 1.0) -> None:
+    """Moves the hand straight to a place in millimetres, or until it does not come nearer.
+
+    Args:
+      fastest: the largest action, along each axis.
+    """
     import numpy as np
 
     goal, before = np.array(_metres(place)), np.inf
@@ -221,17 +232,17 @@ class ManiSkillGame:
       if left < _NEAR or before - left < 1e-4:
         return
       before = left
-      self._act(way)
+      self._act(way, fastest)
 
   def _hold(self, steps: int) -> None:
     for _ in range(steps):
       self._act((0, 0, 0))
 
-  def _act(self, way: Sequence[float]) -> None:
+  def _act(self, way: Sequence[float], fastest: float = 1.0) -> None:
     import numpy as np
 
-    action = np.array([*(length / _REACH for length in way), 0, 0, 0, self._grip], np.float32)
-    self._env.step(action.clip(-1, 1))
+    moved = (np.array(way, np.float32) / _REACH).clip(-fastest, fastest)
+    self._env.step(np.array([*moved, 0, 0, 0, self._grip], np.float32))
 
   def _held(self) -> int:
     """The cube in the hand; -1 for none."""
