@@ -31,7 +31,7 @@ def test_every_type_in_jax_is_tested_here():
   outside = {name for name, cls in envs.TYPES.items() if cls.is_outside}
   assert outside == {
     'python', 'gymnasium', 'http', 'openenv', 'agent', 'dataset', 'textworld', 'alfworld', 'lean', 'webshop', 'svg',
-    'verifiers',
+    'verifiers', 'ai2thor', 'maniskill',
   }  # fmt: skip
 
 

@@ -19,8 +19,9 @@ STARTED_BY_USERS = {'tensorboard'}
 IMPORTED_BY_OTHERS = {'jinja2'}
 # Packages that are imported where a feature needs them, and come with another requirement or are installed by the user.
 OPTIONAL = {
-  'anyio', 'bm25s', 'datasets', 'fast_downward', 'gymnasium', 'httpx2', 'huggingface_hub', 'math_verify', 'mcp',
-  'mcp_types', 'mlflow', 'pyarrow', 'pydantic', 'reasoning_gym', 'textworld', 'trackio', 'verifiers', 'wandb',
+  'ai2thor', 'anyio', 'bm25s', 'datasets', 'fast_downward', 'gymnasium', 'httpx2', 'huggingface_hub', 'mani_skill',
+  'math_verify', 'mcp', 'mcp_types', 'mlflow', 'pyarrow', 'pydantic', 'reasoning_gym', 'sapien', 'textworld', 'trackio',
+  'verifiers', 'wandb',
 }  # fmt: skip
 
 
@@ -108,7 +109,18 @@ def test_the_lock_is_made_from_all_that_users_install():
     files
     - {
       f'requirements-{x}.txt'
-      for x in ('alfworld', 'aot', 'data', 'dev', 'openenv', 'textworld', 'trackers', 'verifiers')
+      for x in (
+        'ai2thor',
+        'alfworld',
+        'aot',
+        'data',
+        'dev',
+        'maniskill',
+        'openenv',
+        'textworld',
+        'trackers',
+        'verifiers',
+      )
     }
   )
   (command,) = re.findall('^#   uv pip compile (.*)$', tool.LOCK.read_text(), flags=re.MULTILINE)

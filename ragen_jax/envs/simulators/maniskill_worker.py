@@ -161,7 +161,10 @@ class ManiSkillGame:
     return self._observation()
 
   def step(self, skill: Sequence[int]) -> tuple[dict[str, Any], float, bool, bool]:
-    """Executes a skill, its name and its numbers in millimetres; nothing if the hand is full or empty and must not be."""
+    """Executes a skill: its name, and its numbers in millimetres.
+
+    A place with an empty hand, and other skills with a full one, do nothing.
+    """
     name, *numbers = skill
     if (name == 'place') == (self._held() >= 0):
       {'pick': self._pick, 'place': self._place, 'push': self._push}[name](*numbers)

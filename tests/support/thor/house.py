@@ -65,7 +65,9 @@ class House:
       'lastActionSuccess': self.moved,
       'errorMessage': '' if self.moved else 'blocked',
       'agent': {
-        'position': {'x': x, 'y': 0.9, 'z': z}, 'rotation': {'x': 0.0, 'y': rotation, 'z': 0.0}, 'cameraHorizon': horizon
+        'position': {'x': x, 'y': 0.9, 'z': z},
+        'rotation': {'x': 0.0, 'y': rotation, 'z': 0.0},
+        'cameraHorizon': horizon,
       },
       'objects': [
         {

@@ -14,7 +14,7 @@ import msgpack
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), *['..'] * 3))
 
-from tests.support.thor.house import SCENES, House  # noqa: E402
+from tests.support.thor.house import SCENES, House
 
 _HEADER = '!BI'
 _METADATA, _ACTION, _IMAGE, _END = 1, 2, 4, 255
@@ -53,9 +53,15 @@ def _receive(read) -> dict:
 def _send(out, house: House, number: int, told) -> None:
   frame = house.frame()
   agent = house.metadata() | {
-    'screenWidth': frame.shape[1], 'screenHeight': frame.shape[0], 'agentId': 0, 'thirdPartyCameras': [], 'colors': None,
-    'errorCode': '', 'actionReturn': told, 'sceneName': house.scene,
-  }  # fmt: skip
+    'screenWidth': frame.shape[1],
+    'screenHeight': frame.shape[0],
+    'agentId': 0,
+    'thirdPartyCameras': [],
+    'colors': None,
+    'errorCode': '',
+    'actionReturn': told,
+    'sceneName': house.scene,
+  }
   whole = {'agents': [agent], 'sequenceId': number, 'activeAgentId': 0, 'thirdPartyCameras': []}
   for kind, body in ((_METADATA, msgpack.packb(whole)), (_IMAGE, frame[::-1].tobytes()), (_END, b'')):
     out.write(struct.pack(_HEADER, kind, len(body)) + body)
