@@ -171,7 +171,7 @@ def test_descriptions_tell_sectors_and_distances(make):
   assert told() == {'coffee machine': ('ahead to the left', 'far'), 'bread': ('ahead', 'far')}  # now the other bread
   for _ in range(5):
     session.step([0], ['moveahead'])
-  assert told()['bread'] == ('ahead', 'midway')
+  assert told()['bread'] == ('ahead', 'midway')  # of two the nearer one
 
 
 def test_failures_cost_their_row_only_and_a_new_start(make):

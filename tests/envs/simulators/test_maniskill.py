@@ -119,6 +119,8 @@ def test_things_outside_the_workspace_and_odd_heights_are_told():
   arm.tables[0] = Table(np.array([[900, -900, 20], [0, 0, 31]], np.int32), np.int32(-1), np.int32(0))
   step = read_step(session.step([0], [env.parse_action('pick(100, 0, 20)')])[0])
   assert 'red cube (900, -900, 20), green cube (0, 0, 31)' in step.observation and not step.success
+  state = env._table({'places': [[1, 2, 178], [0, 0, 22]], 'held': 0})
+  assert state.places.tolist() == [[1, 2, 178], [0, 0, 20]]  # a held cube is at no height of rest
   (scene,) = session.scenes([0])
   first, second = scene.words.first, scene.words.second
   told = {name: (first[a], second[b]) for name, ((a, b),) in scene.things.items()}
@@ -132,6 +134,15 @@ def test_a_state_that_cannot_be_read_and_a_fault_are_faults_of_the_row():
   assert session.reset([0], [0], [0])[0].kind.startswith('reading a state')
   arm.reset = lambda rows, starts, members: [Fault('it ended')]
   assert session.reset([0], [0], [0]) == [Fault('it ended')]
+
+
+def test_a_rollout_that_ends_gives_its_simulators_to_others():
+  env = make('place')
+  session = SimulatorSession(env, lambda: Arm(env))
+  before = session._inner
+  session.reset([0], [0], [0])
+  session.end()
+  assert session._inner is not before and not isinstance(session.reset([0], [1], [0])[0], Fault)
 
 
 def test_prompts_are_those_of_manipulation():

@@ -14,6 +14,7 @@ OBJECTS = {
   'Bread|1': ('Bread', 1.0, 4.0),
   'Bread|2': ('Bread', 4.5, 0.5),
   'CoffeeMachine|1': ('CoffeeMachine', 4.0, 4.0),
+  'Bread|3': ('Bread', 5.9, 0.6),
 }
 CRASHES, HANGS, SMALL = 'FloorPlan28', 'FloorPlan29', 'FloorPlan30'
 SCENES = [f'FloorPlan{number}' for number in range(1, 31)]
