@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
+import sys
 
 import jax
 import numpy as np
@@ -172,6 +174,20 @@ def test_bad_options_give_one_line(change, told):
 def test_a_missing_package_gives_one_line():
   with raises_one_line('needs the package mani_skill, .*pip install -r requirements-maniskill.txt'):
     make().check()
+
+
+def test_processes_have_the_interpreter_of_the_option(tmp_path):
+  marker, python = tmp_path / 'started', tmp_path / 'python'
+  python.write_text(f'#!/bin/sh\ntouch {marker}\nexec {sys.executable} "$@"\n')
+  python.chmod(0o755)
+  env = make(simulator={'python': str(python)})
+  assert make()._processes is not env._processes is make(simulator={'python': str(python)})._processes
+  with contextlib.suppress(ValueError):  # without the package
+    env.check()
+  assert marker.is_file()
+  marker.unlink()
+  env.open(1).reset([0], [0], [0])
+  assert marker.is_file()
 
 
 # -- the real package --------------------------------------------------------------------------------------------------
