@@ -210,7 +210,7 @@ def test_the_planner_wins_with_the_real_arm(task, python_with):
 
 @pytest.mark.slow
 def test_the_real_arm_is_drawn_with_cubes_of_their_colours(python_with):
-  env = make('place', {'python': python_with('mani_skill.envs'), 'render': 'cpu', 'size': 128}, observation='image')
+  env = make('place', {'python': python_with('mani_skill.envs'), 'render': 'cpu', 'size': 252}, observation='image')
   seen = read_observation(env.open(1).reset([0], [0], [0])[0], env.image_form)
   red, green, blue = np.moveaxis(seen.images[0].astype(int), 2, 0)
   assert ((red > 100) & (green < 60) & (blue < 60)).sum() > 30 and ((green > 80) & (red < 60) & (blue < 60)).sum() > 30
