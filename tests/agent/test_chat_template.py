@@ -112,7 +112,7 @@ def test_images_stand_where_the_template_of_qwen3_5_puts_them(tmp_path):
     # What the template forces before a reply stays there, see `test_three_turns_have_the_ids_of_the_template`.
     expected = text.replace('assistant\nLeft', f'assistant\n{ours.format.forced}Left')
     for image in images:
-      expected = expected.replace('t|><|image_pad|><', f't|>{"<|image_pad|>" * image.columns}<', 1)
+      expected = expected.replace('t|><|image_pad|><|v', f't|>{"<|image_pad|>" * image.columns}<|v', 1)
     found = ours.encode_segments(join(*encoded))
     assert ours.decode(found.ids) == expected
     assert [span.segment for span in found.images] == images
