@@ -5,7 +5,7 @@
 
 PYTHON is an interpreter with the package mani_skill. Levels are of the test part of each task. `same outcome` is the
 share of levels that the plan of the rules, played blindly, wins in both or in neither; `same places` the share of
-cubes that are at most 10 mm apart, along each axis, after a pick and a place, and `after pushes` after a push. `expert`
+cubes that are at most 10 mm apart, along each axis, after the skill place, and `after pushes` after push. `expert`
 is the success of the planner if it sees the state after each skill. Seconds are those of the wall clock.
 """
 

@@ -3,7 +3,7 @@
 pip install -r requirements-alfworld.txt && pip install --no-deps alfworld && alfworld-download
 python main.py --config=configs/alfworld_grpo.py:qwen2.5-0.5b-instruct
 
-docs/alfworld.md says what a turn and an episode cost. No model has been trained with this config yet. The built-in
+docs/alfworld.md says what takes tokens, time and memory. No model has been trained with this config yet. The built-in
 model writes no command; with it, this config only shows that the parts work together.
 """
 
