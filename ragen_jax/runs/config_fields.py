@@ -154,6 +154,9 @@ BEFORE = {
   'algorithm.policy_loss': 'ppo', 'algorithm.tau_pos': 1.0, 'algorithm.tau_neg': 1.05, 'algorithm.dro_beta': 0.05,
   'algorithm.replay_experts': False, 'serve.image_tokens': 1280,
   'agent.episode_timeout': 0.0, 'agent.rollout_timeout': 0.0,
+  'envs.*.simulator.tasks': '', 'envs.*.simulator.executable': '', 'envs.*.simulator.platform': '',
+  'envs.*.simulator.render': 'gpu', 'envs.*.simulator.size': 252, 'envs.*.simulator.python': '',
+  'envs.*.simulator.processes': 2, 'envs.*.simulator.memory_mib': 0, 'envs.*.simulator.step_timeout_s': 300.0,
   'agent.request': 'Answer as {form} and nothing else, in at most {max_words} words.',
 }  # fmt: skip
 

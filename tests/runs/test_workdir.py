@@ -94,7 +94,7 @@ def test_a_run_of_an_earlier_version_is_resumed(tmp_path):
   sections = [line.split(': ') for line in text.splitlines()]
   names = {f'{section}.{name}'.removeprefix('.') for section, fields in sections for name in fields.split()}
   now = default.get_config().to_dict()
-  now['envs'] = {'FrozenLake': now['envs']['FrozenLake']}
+  now['envs'] = {tag: now['envs'][tag] for tag in ('FrozenLake', 'Navigation', 'PlaceTwoCube')}
   flat = flatten(now)
   recorded = traverse_util.unflatten_dict({name: value for name, value in flat.items() if name in names}, sep='.')
   assert len(names & flat.keys()) > 200
