@@ -296,10 +296,10 @@ class EnvStateManager:
     return self.pool_of(row).picture(row - self._slices[int(self.row_env[row])].start)
 
   def scenes(self, rows: Collection[int]) -> dict[int, Scene]:
-    """The current scenes of some rows, whose environments have `scene_kinds`."""
-    found = {}
+    """The current scenes of those of some rows that have not failed. Their environments have `scene_kinds`."""
+    found, faults = {}, self.faults
     for i, pool in self.pools.items():
-      first, own = self._slices[i].start, [row for row in rows if self.row_env[row] == i]
+      first, own = self._slices[i].start, [row for row in rows if self.row_env[row] == i and row not in faults]
       if own:
         found |= dict(zip(own, pool.scenes([row - first for row in own]), strict=True))
     return found

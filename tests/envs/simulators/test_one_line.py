@@ -9,11 +9,13 @@ import pytest
 
 from configs import vagen_manipulation, vagen_navigation
 from ragen_jax import build
+from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.image_observations import observed_images, shows_images
 from ragen_jax.agent.outside_pool import OutsidePool
 from ragen_jax.envs.simulators.base import SimulatorSession
 from ragen_jax.models import presets
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.threads import Fault
 from tests.envs.simulators.test_ai2thor import task
 from tests.envs.simulators.test_maniskill import Arm
 from tests.support.thor import house
@@ -69,6 +71,21 @@ def test_skills_of_the_arm_are_described_for_the_state_reward():
   scenes = pool.scenes([0, 1])
   assert scenes[0] == scenes[1] and scenes[0].words == spec.env.scene_words
   assert spec.env.scene_kinds == ('red cube', 'green cube', 'purple cube')
+
+
+def test_a_simulator_that_does_not_begin_costs_its_rows_only():
+  config = vagen_manipulation.get_config()
+  config.train.tags = ('StackThreeCube',)
+  config.envs.StackThreeCube.type = 'maniskill'
+  config.envs.StackThreeCube.simulator.size = 40
+  envs = EnvStateManager(specs(config), 2)
+  (pool,) = envs.pools.values()
+  arm = Arm(pool.spec.env)
+  begin = arm.reset
+  arm.reset = lambda rows, *start: [*begin(rows, *start)[:1], Fault('it did not start')]
+  pool._opened = SimulatorSession(pool.spec.env, lambda: arm)
+  envs.reset(3)
+  assert envs.faults.keys() == {1} and envs.scenes([0, 1]).keys() == {0}
 
 
 @pytest.mark.parametrize(
