@@ -91,13 +91,13 @@ class McpCalls:
     """Begins the calls that there is room for, and hears which have ended."""
     before, room = [*self._running], 0 if self._is_spent else self._most - len(self._running)
     begun = [self._waiting.pop(number) for number in [*self._waiting][:room]]
-    now = time.monotonic()
-    self._running |= {number: now + timeout_s + _SLACK_S for number, _, _, timeout_s in begun}
     self._changed.release()
     try:
       raw, fault = self._connection.call('exchange', begun, _GLANCE_S, timeout_s=_GLANCE_S + _SLACK_S)
     finally:
       self._changed.acquire()
+      now = time.monotonic()  # before, the process may have been started
+      self._running |= {number: now + timeout_s + _SLACK_S for number, _, _, timeout_s in begun}
     if fault is not None:
       found = dict.fromkeys(self._running, Outcome('away', str(fault)))
     elif (found := _read_ended(raw)) is None:

@@ -342,6 +342,22 @@ def test_a_call_of_which_the_client_says_nothing_is_late(monkeypatch):
     assert call.result(20) == ('late', '')
 
 
+def test_the_start_of_a_process_is_not_part_of_the_time_of_a_call(monkeypatch):
+  monkeypatch.setattr('ragen_jax.envs.dataset.mcp_calls._SLACK_S', -19.0)
+  with calls_of() as (client, begin):
+    exchange = client.call
+
+    def start(*args, timeout_s):
+      time.sleep(1.1)
+      monkeypatch.setattr(client, 'call', exchange)
+      found = exchange(*args, timeout_s=timeout_s)
+      client.end(a=('text', 'a'))
+      return found
+
+    monkeypatch.setattr(client, 'call', start)
+    assert begin('a').result(20) == ('text', 'a') and client.restarts == 0
+
+
 def test_after_three_calls_of_a_batch_that_are_late_its_others_are_not_made():
   tool, script = tool_of(*[[('late', '')]] * 3, workers=1)
   *late, fourth = tool.call([{'q': 'a'}] * 4)
