@@ -113,7 +113,8 @@ async def _has_ended(urls: Iterable[str]) -> bool:
   for url in urls:
     address = urllib.parse.urlsplit(url)
     try:
-      _, writer = await asyncio.open_connection(address.hostname, address.port or 443)
+      port = address.port or (80 if address.scheme == 'http' else 443)
+      _, writer = await asyncio.open_connection(address.hostname, port)
     except ConnectionRefusedError:
       return True
     except OSError:  # it is far away, and the way to it may be broken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -269,6 +270,19 @@ def test_a_rollout_is_cancelled_and_others_go_on(played):
     assert played.play(4, url, 'k', 'policy', 3).result(LONG)['rewards'] == {'right': 3.0}
     waiting.cancel()
     assert play(played, [reply('4')])[0]['rewards'] == {'right': 3.0}
+
+
+@pytest.mark.parametrize('scheme, port', [('http', 80), ('https', 443)])
+def test_a_server_whose_address_has_no_port_is_asked_where_its_scheme_says(scheme, port, monkeypatch):
+  pytest.importorskip('verifiers', reason='pip install -r requirements-verifiers.txt')
+  from ragen_jax.envs.outside import verifiers_worker
+
+  async def connect(host, asked):
+    assert (host, asked) == ('tools.example', port)
+    raise ConnectionRefusedError
+
+  monkeypatch.setattr(asyncio, 'open_connection', connect)
+  assert asyncio.run(verifiers_worker._has_ended([f'{scheme}://tools.example/mcp']))
 
 
 @pytest.mark.slow
