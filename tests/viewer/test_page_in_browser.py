@@ -6,6 +6,7 @@ import base64
 import itertools
 import re
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -100,6 +101,14 @@ def test_the_first_episode_of_the_list_is_open_until_the_reader_opens_one(page, 
   Select(page.find_element(By.ID, 'order')).select_by_value('latest')
   assert 'active open' in page.find_element(By.CSS_SELECTOR, '.entry.active').get_attribute('class')
   assert _all(page, '.facts')[0].text.split()[:4] == ['step', '0', 'kind', 'evaluation,']
+  page.get('about:blank')
+  page.get((run / PAGE).as_uri())
+  wait_for('evaluation', '90')
+  page.find_element(By.ID, 'compare').click()
+  _wait(page, lambda: _all(page, '.columns'))
+  Select(page.find_element(By.ID, 'order')).select_by_value('earliest')
+  time.sleep(0.3)
+  assert _all(page, '.columns'), 'a comparison stays'
   page.set_window_size(800, 900)  # no room beside the list
   page.get('about:blank')
   page.get((run / PAGE).as_uri())
