@@ -88,7 +88,9 @@ def test_options_of_environments_are_those_of_their_classes():
   for tag, options in default.get_config().envs.items():
     own = {field.name for field in dataclasses.fields(registry.TYPES[options.type])}
     drawn = options.type in ('frozen_lake', 'sokoban', 'game_2048', 'rubik_2x2', 'sudoku', 'navigation', 'manipulation')
-    assert set(options) == common | own | ({'observation', 'tile'} if drawn else set()), tag
+    own |= {'observation', 'tile'} if drawn else set()
+    own |= {'simulator'} if options.type in ('navigation', 'manipulation') else set()
+    assert set(options) == common | own, tag
 
 
 def test_tags_are_ragens():

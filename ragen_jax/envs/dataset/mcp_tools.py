@@ -198,8 +198,8 @@ class McpServer:
       late.extend([1] * (outcome.kind == 'late'))
       return _result_of(tool.name, outcome, timeout_s)
 
-    if len(batch) == 1:
-      return [result(batch[0])]
+    if len(batch) < 2:
+      return [result(arguments) for arguments in batch]
     with futures.ThreadPoolExecutor(min(len(batch), self._settings.workers), 'ragen_jax-mcp') as threads:
       return list(threads.map(result, batch))
 

@@ -135,7 +135,9 @@ def read_config(directory: str) -> QwenConfig:
   text = vision_config.TRUNK_DEFAULTS[of_images] | {k: v for k, v in text.items() if v is not None}
   if raw.get('quantization_config'):
     raise unsupported(raw, 'quantization_config', _UNQUANTISED, where)
-  text['tie_word_embeddings'] = bool(raw.get('tie_word_embeddings') or text.get('tie_word_embeddings'))
+  of_root, of_text = raw.get('tie_word_embeddings'), text.get('tie_word_embeddings')
+  decides = of_images == vision_config.QWEN3_5 and of_root is not None
+  text['tie_word_embeddings'] = bool(of_root if decides else of_root or of_text)
   trunk = _read_trunk(text, vision_config.TRUNKS[of_images] + family.removeprefix(of_images), where)
   return dataclasses.replace(trunk, **vision_config.read(raw, text, trunk, of_images, where))
 

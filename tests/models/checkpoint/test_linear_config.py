@@ -110,6 +110,19 @@ def test_configs_that_cannot_be_followed_are_one_line(hybrid, changes, words):
   assert words in str(e.value) and '\n' not in str(e.value)
 
 
+@pytest.mark.parametrize('of_root, of_text', [(True, False), (False, True)])
+def test_the_whole_file_says_whether_embeddings_are_tied_before_its_text_model_does(
+  tmp_path, transformers, of_root, of_text
+):
+  small = hub_config(
+    tied=of_root, tie_word_embeddings=of_text, hidden_size=32, intermediate_size=32, num_hidden_layers=4,
+    num_attention_heads=2, num_key_value_heads=1, linear_num_value_heads=16, vision=(1, 16, 4, 8),
+  )  # fmt: skip
+  (tmp_path / 'config.json').write_text(json.dumps(small))
+  cfg, theirs = read_config(str(tmp_path)), transformers.AutoConfig.from_pretrained(str(tmp_path))
+  assert cfg.tie_word_embeddings is theirs.tie_word_embeddings is of_root
+
+
 def test_what_a_file_leaves_out_is_what_transformers_takes(hybrid, transformers):
   fields = ('layer_types', 'head_dim', 'linear_num_key_heads', 'linear_num_value_heads', 'linear_key_head_dim',
             'linear_value_head_dim', 'linear_conv_kernel_dim')  # fmt: skip
