@@ -69,6 +69,7 @@ def test_rewards_of_demonstrations_are_on_the_last_token_of_their_turns():
   assert (trajectory.rewards[~ends] == 0).all()
   for row, episode in enumerate(episodes):
     np.testing.assert_allclose(trajectory.rewards[row][ends[row]], [t.reward for t in episode.turns], atol=1e-6)
+    np.testing.assert_array_equal(trajectory.turn[row][ends[row]], np.arange(len(episode.turns)))
   assert {e.tag for e in episodes if e.env_return > 0} == {'FrozenLake', 'SimpleSokoban', 'Bandit'}
 
 

@@ -196,6 +196,12 @@ def test_a_mistake_is_told_to_the_policy(told, read):
   assert isinstance(mistake, WrongArguments) and str(mistake) == read
 
 
+def test_an_empty_batch_asks_nothing():
+  tool, script = tool_of([('text', 'found')])
+  asked = len(script.asked)
+  assert tool.call([]) == [] and len(script.asked) == asked
+
+
 def test_a_result_that_is_too_long_is_a_fault():
   assert tool_of([('text', 'x' * (2 << 20))])[0].call([{'q': 'a'}])[0].kind == 'look returned no usable text'
 
