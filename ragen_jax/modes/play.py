@@ -9,7 +9,7 @@ import math
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import ClassVar, TextIO
 
 import numpy as np
@@ -74,7 +74,8 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO, *, level: str | None
   specs = build.env_specs(config, tags, (1,) * len(tags), field='train.tags')
   refuse_programs(specs)
   check_needs(specs, envs=config.envs)
-  specs = [dataclasses.replace(spec, tile=None) for spec in specs]  # people read the text
+  drawn = {spec.tag for spec in specs if shows_images(spec)}
+  specs = [dataclasses.replace(spec, tile=None) for spec in specs]  # people also read the text
   if level is not None:
     specs = [_with_level_of(level, specs)]
   tokenizer = ChatTokenizer(presets.resolve(config.model.preset, config.model.path))
@@ -87,7 +88,8 @@ def play(config: ConfigDict, stdin: TextIO, stdout: TextIO, *, level: str | None
     for spec in specs
   ]
   with tempfile.TemporaryDirectory(prefix='ragen_jax_play_') as folder:
-    _play_levels(proxies, first, level, functools.partial(Person, stdin, stdout, pathlib.Path(folder)), stdout)
+    person = functools.partial(Person, stdin, stdout, pathlib.Path(folder), drawn)
+    _play_levels(proxies, first, level, person, stdout)
 
 
 def _play_levels(
@@ -132,11 +134,11 @@ class Person:
 
   writes_tokens: ClassVar[bool] = False
 
-  def __init__(self, stdin: TextIO, stdout: TextIO, folder: pathlib.Path, proxy: AgentProxy):
-    """Shows nothing before the first turn. `folder` is for what an environment of images shows."""
+  def __init__(self, stdin: TextIO, stdout: TextIO, folder: pathlib.Path, drawn: Set[str], proxy: AgentProxy):
+    """Shows nothing before the first turn. `folder` is for the images of the environments with the tags `drawn`."""
     (self._spec,) = proxy.envs.specs
     self._envs, self._context = proxy.envs, proxy.context
-    self._picture = folder / 'observation.png'
+    self._picture = folder / 'observation.png' if self._spec.tag in drawn else None
     self._stdin, self._stdout = stdin, stdout
     self._solver = SolverSpeaker()
     self._typed = 0  # number of typed actions in the last turn
@@ -220,7 +222,7 @@ class Person:
 
   def _shown(self) -> str:
     """Writes the images of the present observation to a file, and names it; '' if there are none."""
-    picture = self._envs.picture(0) if shows_images(self._spec) else None
+    picture = self._envs.picture(0) if self._picture else None
     if picture is None:
       return ''
     self._picture.write_bytes(encode_png(picture))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import pathlib
+import re
+import types
 
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from ragen_jax import build
 from ragen_jax import envs as registry
@@ -60,7 +63,7 @@ class Typist:
 def _typed_level(proxy, seed, turns) -> tuple[Episode, list[list[int]]]:
   """A level in which turns are typed: the episode, and the conversation before each reply and at the end."""
   typist = Typist(turns)
-  typist.person = Person(typist, io.StringIO(), pathlib.Path('none'), proxy)
+  typist.person = Person(typist, io.StringIO(), pathlib.Path('none'), frozenset(), proxy)
   (episode,) = proxy.rollout(typist.person, seed).episodes
   return episode, [*typist.conversations, typist.person.conversation]
 
@@ -195,7 +198,7 @@ def test_hints_lead_to_the_success_that_is_stated(tag):
     screen = io.StringIO()
     follower = Follower(screen)
     (episode,) = proxy.rollout(
-      Person(follower, screen, pathlib.Path('none'), proxy), config.train.first_level + number
+      Person(follower, screen, pathlib.Path('none'), frozenset(), proxy), config.train.first_level + number
     ).episodes
     assert len(follower.hints) == len(episode.turns) > 0 and episode.status != Status.ABANDONED
     assert all(1 <= len(hint) <= spec.budget.max_actions_per_turn for hint in follower.hints)
@@ -248,6 +251,30 @@ def test_words_that_are_no_action_are_told_in_one_line_and_cost_nothing():
   shown = _typed(_config('FrozenLake', agent__action_sep=';'), 'left; right', 'left || right')
   assert 'actions left: 8\n' in shown[1] or 'Carried out' in shown[1] or 'Lost' in shown[1]
   assert "'left || right' is not an action" in shown[2] and 'separated by ;' in shown[2]
+
+
+def test_boards_that_the_model_would_see_are_written_to_a_file():
+  config = _config('FrozenLake', 'Bandit')
+  config.envs.FrozenLake.observation = 'image'
+  screen, seen = io.StringIO(), []
+  lines = iter(['Down\n', 'Up\n', 'new\n', 'quit\n'])
+
+  def readline() -> str:
+    files = re.findall(r'The images are in (.*) until the game ends', screen.getvalue())
+    seen.append(np.asarray(Image.open(files[-1])) if len(files) > len(seen) else None)
+    return next(lines)
+
+  play(config, types.SimpleNamespace(readline=readline), screen)
+  env = build.env_specs(config, ('FrozenLake',), (1,))[0].env
+  envs = EnvStateManager(build.env_specs(config, ('FrozenLake',), (1,)), 1)
+  envs.reset(config.train.first_level)
+  assert seen[3] is None  # the Bandit has no board
+  for shown, action in zip(seen[:3], ['Down', 'Up', None], strict=True):
+    board = envs.picture(0)
+    assert board.shape == env.render_rgb(jax.tree.map(lambda x: x[0], envs.pools[0].states)).shape
+    np.testing.assert_array_equal(shown, board)
+    if action:
+      envs.step([[env.parse_action(action)]])
 
 
 def test_quit_and_the_end_of_the_input_end_the_play():
