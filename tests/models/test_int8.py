@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +114,14 @@ def test_matrices_of_layers_are_in_8_bits_and_nothing_else_is(models):
   assert {name for name, eight in of_names.items() if eight} <= matrices
   assert {name for name, eight in of_names.items() if not eight} <= others
   assert {'q_proj', 'o_proj', 'gate_proj', 'down_proj'} <= {name for name, eight in of_names.items() if eight}
+  # One scale for each output, which is the last axis, and of q, k and v the last two.
+  for name, x in held.items():
+    if isinstance(x, Int8):
+      outputs = 2 if re.search('/([qkv]_proj|in_proj_(qkv|z))/', name) else 1
+      inputs = 2 if re.search('/(o|out)_proj/', name) else 1
+      experts = x.value.ndim - outputs - inputs
+      assert experts == ('/experts/' in name), name
+      assert x.scale.shape == (*x.value.shape[:experts], *[1] * inputs, *x.value.shape[-outputs:]), name
 
 
 @pytest.mark.parametrize('remat', ['none', pytest.param('layers', marks=pytest.mark.slow)])
