@@ -769,8 +769,10 @@ def by_tag() -> ConfigDict:
       'images': 2,
       # Height and width of a picture in pixels, which are equal; 16 to 512.
       'image_size': (256, 256),
-      # Weights of the parts of the score.
-      'weights': {'pixels': 0.5, 'edges': 0.3, 'colours': 0.2},
+      # Weights of the parts of the score; that of dino needs dino_path.
+      'weights': {'pixels': 0.5, 'edges': 0.3, 'colours': 0.2, 'dino': 0.0},
+      # Folder with a DINO or DINOv2 model in Hugging Face's format, which adds the part dino to the score; '' for none.
+      'dino_path': '',
       # What is paid: 'best' for what a drawing adds to the best score, 'each' for each score, as in VAGEN.
       'pay': 'best',
       # Reward of a score of 1.

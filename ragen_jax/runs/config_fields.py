@@ -156,6 +156,7 @@ BEFORE = {
   'agent.episode_timeout': 0.0, 'agent.rollout_timeout': 0.0,
   'envs.*.simulator.tasks': '', 'envs.*.simulator.executable': '', 'envs.*.simulator.platform': '',
   'envs.*.simulator.render': 'gpu', 'envs.*.simulator.size': 252, 'envs.*.simulator.python': '',
+  'envs.*.weights.dino': 0.0, 'envs.*.dino_path': '',
   'envs.*.simulator.processes': 2, 'envs.*.simulator.memory_mib': 0, 'envs.*.simulator.step_timeout_s': 300.0,
   'agent.request': 'Answer as {form} and nothing else, in at most {max_words} words.',
 }  # fmt: skip

@@ -25,6 +25,7 @@ from ragen_jax.envs.options import (
 from ragen_jax.envs.outside.base import LARGEST_REWARD, Session, TextEnvironment, floored
 from ragen_jax.envs.outside.images import ImageForm
 from ragen_jax.envs.svg import drawings, targets
+from ragen_jax.envs.svg.dino import DINO, Dino, load_dino
 from ragen_jax.envs.svg.program import MOST_CHARS, MOST_ELEMENTS, SHAPES, find_program, read_program
 from ragen_jax.envs.svg.raster import draw
 from ragen_jax.envs.svg.scores import PARTS, score_parts, weighted
@@ -58,6 +59,7 @@ class SvgEnvironment(TextEnvironment):
     images: 2 shows target and drawing in every turn; 1 shows the target in the first turn, then the drawing alone.
     image_size: (height, width) of a picture in pixels, which are equal.
     weights: name of a part of the score -> its weight.
+    dino_path: folder with the model of the part 'dino' of the score, see `dino.load_dino`; '' for no such part.
     pay: 'best' pays what a drawing adds to the best score of the episode, 'each' pays the score of each drawing.
     score_reward: reward of a score of 1.
     success_score: score from which the episode is won; with pay='best' it is over then, with pay='each' it goes on, so
@@ -91,6 +93,7 @@ class SvgEnvironment(TextEnvironment):
   weights: Mapping[str, float] = dataclasses.field(
     default_factory=lambda: {'pixels': 0.5, 'edges': 0.3, 'colours': 0.2}
   )
+  dino_path: str = ''
   pay: str = 'best'
   score_reward: float = 1.0
   success_score: float = 0.95
@@ -111,7 +114,8 @@ class SvgEnvironment(TextEnvironment):
     check_share('svg', 'test_share', self.test_share)
     check_integer('svg', 'images', self.images, 1, 2)
     object.__setattr__(self, 'image_size', _check_size(self.image_size))
-    object.__setattr__(self, 'weights', _check_weights(self.weights))
+    check_text('svg', 'dino_path', self.dino_path)
+    object.__setattr__(self, 'weights', _check_weights(self.weights, self.dino_path, self.parts))
     check_choice('svg', 'pay', self.pay, PAYS)
     if not is_number(self.score_reward) or not 0 < self.score_reward <= LARGEST_REWARD:
       raise ValueError(f'svg: score_reward={one_line(self.score_reward)}; allowed: numbers above 0')
@@ -125,7 +129,7 @@ class SvgEnvironment(TextEnvironment):
       2: 'You see the target and your drawing.',
       1: 'You see the target in the first turn, and only your drawing later.',
     }[self.images]
-    parts = ', '.join(f'{name} {self.weights[name]:g}' for name in PARTS if self.weights[name] > 0)
+    parts = ', '.join(f'{name} {self.weights[name]:g}' for name in self.parts if self.weights[name] > 0)
     paid = {
       'best': 'A drawing pays what it adds to your best score.', 'each': 'Each drawing pays its score.'
     }[self.pay]  # fmt: skip
@@ -165,6 +169,15 @@ class SvgEnvironment(TextEnvironment):
     """Pixels of a side of a picture."""
     return self.image_size[0]
 
+  @property
+  def parts(self) -> tuple[str, ...]:
+    """The names of the parts of the score."""
+    return (*PARTS, DINO) if self.dino_path else PARTS
+
+  @functools.cached_property
+  def _dino(self) -> Dino:
+    return load_dino(self.dino_path)
+
   @functools.cached_property
   def _recipe(self) -> targets.Recipe:
     return targets.Recipe(**{field.name: getattr(self, field.name) for field in dataclasses.fields(targets.Recipe)})
@@ -193,12 +206,16 @@ class SvgEnvironment(TextEnvironment):
     return f'svg {self.target(seed).id}'
 
   def check(self) -> None:
-    """Reads the drawings, or makes the first target; raises ValueError, with one line, if that fails."""
+    """Reads the drawings, or makes the first target, and reads the model; ValueError, with one line, if that fails."""
     self.target(0)
+    if self.dino_path:
+      load_dino(self.dino_path)
 
   def score(self, target: np.ndarray, drawing: np.ndarray) -> tuple[float, dict[str, float]]:
-    """The score of a drawing, and of each of `scores.PARTS`, from pictures u8[side, side, 3]."""
+    """The score of a drawing, and of each of `parts`, from pictures u8[side, side, 3]."""
     parts = score_parts(target, drawing)
+    if self.dino_path:
+      parts[DINO] = self._dino.score(target, drawing)
     return weighted(parts, self.weights), parts
 
   def open(self, rows: int) -> SvgSession:
@@ -214,7 +231,7 @@ class _Row:
   wanted: np.ndarray
   drawing: np.ndarray
   best: float = 0.0
-  parts: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)  # none before the first
   won: bool = False
   drawn: int = 0
 
@@ -268,12 +285,12 @@ class SvgSession(Session):
     row.drawing, row.drawn = drawing, row.drawn + 1
     better = score > row.best
     paid = max(score - row.best, 0.0) if self._env.pay == 'best' else score
-    metrics = dict.fromkeys(('similarity', *PARTS), 0.0)
+    metrics = dict.fromkeys(('similarity', *parts), 0.0)
     if better:
-      metrics = {name: parts[name] - row.parts[name] for name in PARTS} | {'similarity': score - row.best}
+      metrics = {name: parts[name] - row.parts.get(name, 0.0) for name in parts} | {'similarity': score - row.best}
       row.best, row.parts = score, parts
     row.won = row.won or score >= self._env.success_score
-    told = ', '.join(f'{name} {floored(parts[name])}' for name in PARTS)
+    told = ', '.join(f'{name} {floored(parts[name])}' for name in parts)
     observation = self._shown(row, f'Score of this drawing: {floored(score)} ({told}).')
     info = {'success': row.won, 'effective': effective, 'metrics': metrics}
     return observation, self._env.score_reward * paid, row.won and not self._env.success_stands, info
@@ -311,10 +328,13 @@ def _check_size(value: Any) -> tuple[int, int]:
   return int(size[0]), int(size[1])
 
 
-def _check_weights(value: Any) -> dict[str, float]:
+def _check_weights(value: Any, folder: str, parts: tuple[str, ...]) -> dict[str, float]:
+  """The weights of all parts; that of the model, in a config, is 0 where there is no folder with a model."""
   weights = check_mapping('svg', 'weights', value)
+  if not folder and (given := weights.pop(DINO, 0)) != 0:
+    raise ValueError(f"svg: weights.{DINO}={one_line(given)} with dino_path=''; allowed: 0, or a folder with the model")
   right = all(is_number(x) and 0 <= x <= LARGEST_REWARD for x in weights.values())
-  if not right or set(weights) - set(PARTS) or not sum(map(float, weights.values())) > 0:
-    allowed = f'numbers from 0 by the names {", ".join(PARTS)}, not all 0'
+  if not right or set(weights) - set(parts) or not sum(map(float, weights.values())) > 0:
+    allowed = f'numbers from 0 by the names {", ".join(parts)}, not all 0'
     raise ValueError(f'svg: weights={one_line(value)}; allowed: {allowed}')
-  return {name: float(weights.get(name, 0.0)) for name in PARTS}
+  return {name: float(weights.get(name, 0.0)) for name in parts}
