@@ -121,6 +121,15 @@ def test_equal_pictures_score_1_and_a_white_canvas_0(folder):
   assert all(0 <= model.score(a, b) <= 1 for a, b in zip(noise[::2], noise[1::2], strict=True))
 
 
+def test_a_target_that_looks_white_to_the_model_scores_0(folder, monkeypatch):
+  model = dino.load_dino(folder)
+  _, _, other, target = pictures()
+  target[0, 0] = 0
+  white, dark = np.array([1 + 1e-13, 0.0]), np.array([0.6, 0.8])  # a length may be above 1 by rounding
+  monkeypatch.setattr(model, 'features', lambda picture: white if picture.mean() > 250 else dark)
+  assert model.score(target, other) == 0
+
+
 def test_features_are_computed_once(tmp_path, monkeypatch):
   model = dino.load_dino(write_model(tmp_path))
   assert dino.load_dino(str(tmp_path)) is model
