@@ -243,6 +243,7 @@ def test_a_finished_run_started_again_changes_nothing(finished_run):
   assert (workdir / 'metrics.jsonl').read_text() == lines
 
 
+@pytest.mark.slow
 def test_a_finished_run_whose_metrics_were_deleted_says_so_and_ends_well(finished_run, tmp_path, capsys, caplog):
   config, workdir, _ = finished_run
   copy = tmp_path / 'copy'
@@ -252,6 +253,7 @@ def test_a_finished_run_whose_metrics_were_deleted_says_so_and_ends_well(finishe
   assert 'has no evaluation, so it was deleted' in caplog.text and str(copy) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_episodes_for_people(finished_run, capsys):
   config, workdir, _ = finished_run
   page = workdir / 'trajectories.html'
@@ -273,6 +275,7 @@ def test_a_run_leaves_its_episodes_for_people(finished_run, capsys):
   assert str(page) in capsys.readouterr().out and page.exists()
 
 
+@pytest.mark.slow
 def test_tensorboard_has_all_there_is_to_see(finished_run):
   config, workdir, last = finished_run
   events = EventAccumulator(str(workdir / 'tb'), size_guidance={'scalars': 0}).Reload()
@@ -302,6 +305,7 @@ def test_tensorboard_has_all_there_is_to_see(finished_run):
   }
 
 
+@pytest.mark.slow
 def test_every_metric_and_file_of_a_run_is_explained(finished_run):
   _, workdir, _ = finished_run
   page = (ROOT / 'docs' / 'metrics.md').read_text()

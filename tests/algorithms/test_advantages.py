@@ -54,6 +54,7 @@ def test_scores_that_are_given_are_compared_in_place_of_sums_of_rewards(batch, n
 
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.slow_cases('gae')
+@pytest.mark.slow_cases('turn_wise_gae', 'bi_level_gae')
 def test_each_name_is_its_function(batch, name):
   b = batch(1)
   given = arrays_of(b)

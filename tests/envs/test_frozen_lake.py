@@ -18,6 +18,7 @@ from tests.support.games.frozen_lake import VARIANTS, distances, gymnasium_table
 
 
 @pytest.mark.parametrize('options', VARIANTS)
+@pytest.mark.slow_cases('options2', 'options3', 'options4', 'options5')
 def test_step_draws_from_the_transition_probabilities(options):
   env = FrozenLake(**options)
   state = one(make_levels(env, 1, first=7))

@@ -79,6 +79,7 @@ def test_levels_with_more_boxes(env):
   check_levels(env, 2_500)
 
 
+@pytest.mark.slow
 def test_bounds_on_the_solution():
   env = Sokoban(min_solution=5, max_solution=7)
   length = check_levels(env, 1_000)

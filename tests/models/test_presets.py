@@ -80,6 +80,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch, tm
   ],
 )  # fmt: skip
 @pytest.mark.exhaustive_cases('qwen3-30b-a3b-30532.1')
+@pytest.mark.slow_cases('qwen2.5-0.5b-494', 'r1-distill-qwen-1.5b-1777', 'llama3.2-1b-1236', 'smollm2-135m-134.5')
 def test_presets_have_the_size_that_is_published(preset, millions):
   size = sum(weight.size for weight in weights(presets.shape(preset, '')))
   assert size / 1e6 == pytest.approx(millions, abs=0.6)

@@ -216,6 +216,14 @@ def test_logits_and_log_probs_are_those_of_transformers(pair):
 
 
 @pytest.mark.slow_cases('gemma3', 'qwen3-experts')
+@pytest.mark.slow_cases(
+  'qwen3_5-tied',
+  'qwen2-mqa-padded-vocabulary',
+  'qwen2-unfused',
+  'qwen3-untied-mha',
+  'qwen2-untied-wide-heads',
+  'llama-untied',
+)
 def test_gradients_are_those_of_transformers(pair):
   import torch
 
@@ -271,6 +279,15 @@ def greedy(model: Qwen, tokens: np.ndarray, valid: np.ndarray, new: int) -> tupl
 
 
 @pytest.mark.slow_cases('qwen2-tied-gqa', 'gemma3', 'qwen3-experts')
+@pytest.mark.slow_cases(
+  'qwen3_5-tied',
+  'qwen2-untied-wide-heads',
+  'qwen2-mqa-padded-vocabulary',
+  'llama3-tied-wide-heads',
+  'qwen2-unfused',
+  'qwen3-untied-mha',
+  'llama-untied',
+)
 def test_64_greedy_tokens_of_a_ragged_batch_are_those_of_generate(pair):
   import torch
 
@@ -383,6 +400,7 @@ def loss_and_gradient(remat: str, attention: AttentionSettings):
   [('layers', EINSUM), ('none', BLOCKS), ('attention', BLOCKS), ('elementwise', SPLASH), ('attention', FLASH)],
 )
 @pytest.mark.slow_cases('elementwise-attention3')
+@pytest.mark.slow_cases('attention-attention2', 'attention-attention4')
 def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, attention):
   loss, gradient = loss_and_gradient(remat, attention)
   expected, expected_gradient = loss_and_gradient('none', EINSUM)
@@ -497,6 +515,7 @@ def test_bfloat16_model_gives_float32_logits_near_those_of_float32(architecture)
 
 
 @pytest.mark.parametrize('attention', [EINSUM, BLOCKS, SPLASH])
+@pytest.mark.slow_cases('attention2')
 def test_sequences_of_one_row_do_not_see_one_another(attention):
   model = fresh('qwen3', num_layers=1, attention=attention)
   # 70 columns, so that a sequence crosses from one block of queries to the next.
@@ -523,6 +542,7 @@ def test_sequences_of_one_row_do_not_see_one_another(attention):
 
 @pytest.mark.parametrize('attention', [EINSUM, BLOCKS, FLASH], ids=['einsum', 'blocks', 'flash'])
 @pytest.mark.slow_cases('flash')
+@pytest.mark.slow_cases('blocks')
 def test_windows_are_of_a_sequence_and_not_of_columns(attention):
   """Two sequences of one row, and where trees may be so wide two that share their beginning."""
   model = fresh(shape=CASES['gemma3'], attention=attention)

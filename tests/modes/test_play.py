@@ -388,6 +388,7 @@ def test_a_level_that_cannot_be_played_is_named_in_one_line(tmp_path, tags, cont
   assert '\n' not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_flag_names_a_level(tmp_path):
   (tmp_path / 'mine.txt').write_text(LEVEL)
   played = copy_main('--mode=play', '--config=frozenlake_ppo', f'--level={tmp_path / "mine.txt"}', given='quit\n')

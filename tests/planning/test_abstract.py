@@ -17,6 +17,7 @@ from tests.support.configs import small_config
 from tests.support.seeing import checkpoint, seeing_config
 
 
+@pytest.mark.slow
 def test_the_tower_of_a_model_that_reads_images_is_not_trained():
   config = small_config(model__preset='qwen3-vl-2b')
   trained, frozen = lora.partition(param_state(abstract.abstract_policy(config, 'bfloat16').model))

@@ -54,6 +54,7 @@ def _traces(trainer):
   return dict(trainer.model.sampler.traces), trainer.learner.traces, dict(trainer.scorer.traces)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive_cases('128')
 def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
   config, trainer, _, _, done, background = played
@@ -65,6 +66,7 @@ def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
   assert len(set(done)) == len(done)
 
 
+@pytest.mark.slow
 def test_an_update_compiles_nothing(played):
   _, trainer, state, selection, _, _ = played
   batch, _ = trainer.estimate(state, selection)
@@ -77,6 +79,7 @@ def test_an_update_compiles_nothing(played):
   assert _traces(trainer) == before and not _FUNCTIONS & set(found)
 
 
+@pytest.mark.slow
 def test_the_programs_of_other_caches_serve_the_sampler(played):
   """Every program that was compiled for the sampler is called as `SamplerSpeaker` does."""
   config, trainer, state, _, done, _ = played

@@ -86,6 +86,7 @@ def test_one_seed_gives_one_reply_however_it_is_asked_for(server, policy):
   assert policy.tokenizer.decode(stored[0].context).endswith('<|im_start|>assistant\n')
 
 
+@pytest.mark.slow
 def test_three_replies_differ_and_share_their_prompt(server):
   task = begin(server)
   before = server.engine.stats()

@@ -100,6 +100,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
     np.testing.assert_allclose((up - down) / (2 * step), exact, rtol=0.02, atol=0.02 * norm)
 
 
+@pytest.mark.slow
 def test_the_value_head_has_its_own_learning_rate_and_both_are_scaled():
   model = random_model(30)
   batch, length = _batch(2)

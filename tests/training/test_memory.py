@@ -110,6 +110,7 @@ def _compiled(
   'model8-scoring8',
   'model9-scoring9',
 )
+@pytest.mark.slow_cases('model3-scoring3')
 def test_the_estimate_is_near_what_a_compiler_needs_for_few_and_many_columns(model, scoring):
   """Below, a run would choose more columns than fit; far above, it would leave the device idle."""
   made = _model(**model)
@@ -189,6 +190,7 @@ def test_a_frozen_tower_holds_its_table_only():
 
 @pytest.mark.parametrize(('vision', 'packing'), [('frozen', False), ('frozen', True), ('trained', True)])
 @pytest.mark.slow_cases('frozen-False')
+@pytest.mark.slow_cases('frozen-True', 'trained-True')
 def test_a_run_counts_the_images_that_its_columns_can_show(tmp_path, vision, packing):
   config = seeing_config(model__vision=vision, optimizer__packing=packing, optimizer__mini_batch_size=4)
   made = seeing_policy(config, tmp_path, QWEN3_VL)
@@ -248,6 +250,9 @@ def test_each_device_keeps_its_part_of_what_is_trained():
   ],
 )
 @pytest.mark.slow_cases('qwen2.5-7b-mesh6-tpu-elementwise-11264-52.37')
+@pytest.mark.slow_cases(
+  'qwen2.5-1.5b-mesh4-gpu-elementwise-5632-12.91', 'qwen2.5-1.5b-mesh5-gpu-elementwise-14848-24.13'
+)
 def test_the_whole_is_within_a_tenth_of_what_compilers_of_accelerators_need(
   preset, mesh, platform, remat, columns, needed
 ):
@@ -459,6 +464,7 @@ def test_the_whole_is_within_15_percent_of_what_one_cpu_needs(model, rows, remat
   ],
 )
 @pytest.mark.slow_cases('True-2-896-attention-256-3.05')
+@pytest.mark.slow_cases('True-1-2048-layers-256-2.95', 'True-1-2048-elementwise-256-7.51')
 def test_the_program_of_half_a_billion_weights_on_one_cpu(adapters, rows, width, remat, chunk, needed):
   made = _half_a_billion(adapters)
   found = memory.update_memory(

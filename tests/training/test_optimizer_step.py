@@ -206,6 +206,7 @@ def test_weights_and_state_are_donated():
 @pytest.mark.usefixtures('new_programs')
 @pytest.mark.parametrize('layers', [1, 2])
 @pytest.mark.parametrize('critic_only', [False, True])
+@pytest.mark.slow_cases('False-2', 'True-2')
 def test_a_step_runs_what_was_compiled_before(layers, critic_only):
   optimizer = learning.optimizer()
   trained = _weights(layers)

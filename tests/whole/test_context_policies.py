@@ -17,6 +17,8 @@ from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.estimators import estimating
 
+pytestmark = pytest.mark.slow
+
 MODES = {
   'limited': {'agent__context': 'limited_multi_turn', 'agent__context_turns': 2},
   'single': {'agent__context': 'single_turn', 'agent__context_turns': 3},
@@ -119,7 +121,6 @@ def test_overlong_contexts_drop_turns_and_never_outgrow_their_columns(played):
     assert t.length.max() > 150  # it really was at the limit
 
 
-@pytest.mark.slow
 def test_a_context_too_short_for_its_window_ends_or_drops(tmp_path):
   for overlong, ended in (('end', True), ('drop_oldest', False)):
     config = small_config(
@@ -156,7 +157,6 @@ def test_gae_runs_through_the_rows_of_an_episode(played):
     np.testing.assert_allclose(batch.advantages[row][present], left - batch.old_values[row][present], atol=1e-4)
 
 
-@pytest.mark.slow
 def test_an_update_takes_whole_episodes(played):
   _, trainer, state, rollout = played
   selection = trainer.select(rollout)

@@ -60,6 +60,7 @@ def _equal(ours, theirs, **tolerance):
     np.testing.assert_allclose(a, b, **tolerance)
 
 
+@pytest.mark.slow
 def test_neither_loss_reaches_the_other_model():
   graphdef, params = nnx.split(_separate())
   batch, _ = _batch()

@@ -210,6 +210,7 @@ def _config_of(command: str, monkeypatch) -> ConfigDict | None:
   return holder.value
 
 
+@pytest.mark.slow
 @each_page
 def test_commands_of_a_page_have_configs_that_can_run(page, monkeypatch):
   monkeypatch.chdir(ROOT)

@@ -26,6 +26,8 @@ from ragen_jax.training.selection import select_rows
 from tests.support.configs import small_config
 from tests.support.speakers import context_settings, limits, scripted_tokens
 
+pytestmark = pytest.mark.slow
+
 # The same five moves as turns of so many moves each.
 CUTS = ((5,), (1, 4), (2, 3), (2, 2, 1))
 GROUPS, MEMBERS = 3, len(CUTS)
@@ -195,7 +197,6 @@ def _random_cuts(rng):
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**16))
-@pytest.mark.slow
 def test_any_moves_of_sokoban_are_worth_the_same_in_any_turns(sokoban, trained, seed):
   rng = np.random.default_rng(seed)
   moves = [rng.choice(Sokoban.action_names, size=ACTIONS).tolist() for _ in range(GROUPS)]
@@ -205,7 +206,6 @@ def test_any_moves_of_sokoban_are_worth_the_same_in_any_turns(sokoban, trained, 
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**16))
-@pytest.mark.slow
 def test_rewards_of_an_environment_in_python_are_worth_the_same_in_any_turns_and_order(purse, trained, seed):
   rng = np.random.default_rng(seed)
   coins = rng.choice(list(COINS), size=ACTIONS)

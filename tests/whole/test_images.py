@@ -20,6 +20,8 @@ from ragen_jax.utils.errors import UserError
 from tests.support import learning
 from tests.support.seeing import act_at_random, seeing_config, seeing_policy
 
+pytestmark = pytest.mark.slow
+
 _slow = pytest.mark.slow
 MODES = {
   'full': {'agent__schedule': 'lockstep'},

@@ -572,6 +572,7 @@ def test_rows_in_threads_call_a_program_at_the_same_time():
   close(box)
 
 
+@pytest.mark.slow
 @needs_mcp
 def test_a_server_that_says_nothing_is_one_line_and_leaves_no_process(tmp_path):
   box = make_toolbox((f'mcp:{sys.executable} {RAW} mute',), {'mcp': {'start_timeout_s': 3.0}})

@@ -296,6 +296,7 @@ def test_assertions_that_end_their_process_give_no_verdict(sandbox):
   assert grade(HONEST, of).verdict == 'no_verdict'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'program, of, passed',
   [
@@ -317,6 +318,7 @@ def test_a_program_that_takes_too_long_for_all_tests_fails(sandbox, program, of,
   assert verdict.verdict in ('timeout', 'wrong') and verdict.score <= passed
 
 
+@pytest.mark.slow
 def test_no_test_begins_when_the_time_of_all_is_over(sandbox):
   """The last test has what is left for all, and not its own time."""
   of = item([{'input': '', 'output': '1'}] * 3)
@@ -325,6 +327,7 @@ def test_no_test_begins_when_the_time_of_all_is_over(sandbox):
   assert verdict.verdict == 'timeout' and verdict.score <= 1 / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'of',
   [

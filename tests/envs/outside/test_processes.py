@@ -94,6 +94,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize('action', ENDS)
+@pytest.mark.slow_cases('sleep', 'hold')
 def test_a_game_that_ends_its_process_costs_the_rows_of_that_process_only(action):
   kind, detail = ENDS[action]
   env = make('Wild', memory_mib=200, step_timeout_s=3.0 if 'took' in kind else LONG)
@@ -285,6 +286,7 @@ def test_a_parser_in_a_process_that_raises_says_no_and_is_reported_once(caplog):
   ]
 
 
+@pytest.mark.slow
 def test_a_parser_that_hangs_says_no_and_costs_no_row():
   names = {'id': f'{PUSH}:LightPush-v0', 'parse': f'{PUSH}:parse', 'render': '', 'success': ''}
   settings = {'kwargs': {}, 'action_names': (), 'images': 0, **names}

@@ -99,6 +99,7 @@ def same(a, b):
   assert [[i for i, _ in t] for t in a.top] == [[i for i, _ in t] for t in b.top]
 
 
+@pytest.mark.slow
 def test_a_reply_does_not_depend_on_what_is_sampled_beside_it_nor_on_what_was_before(sampler_and_params):
   """One at a time, all at once, in another order, on warm slots, and with chunks and widths of other sizes."""
   requests = mixed_requests()
@@ -374,6 +375,7 @@ class Broken:
     return self._sampler.decode(*arguments, **options)
 
 
+@pytest.mark.slow
 def test_an_exception_on_the_thread_reaches_every_call(endless, caplog):
   engine = start(Broken(endless[0]), endless[1], slots=2)
   engine.pause(drain=False)
