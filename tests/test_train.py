@@ -53,7 +53,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
   assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path, caplog):
   fields = {'eval__greedy_too': False, 'eval__every': 1}
   train.train_and_evaluate(small_config(num_iterations=3, **fields), str(tmp_path / 'whole'))
@@ -180,6 +180,7 @@ def test_players_and_run_notice_the_same_signal(tmp_path, monkeypatch, capfd, ta
   ],
 )  # fmt: skip
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases('fields1-sampled log-probs \\\\(all 16 rows\\\\)')
 def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(tmp_path, capsys, fields, words):
   config = small_config(num_iterations=9, eval__greedy_too=False, **fields)
   with pytest.raises(Diverged, match=rf'^iterations 1 to 3: numbers are not finite, .*{words}') as e:
@@ -201,6 +202,7 @@ def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(t
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', ['train', 'sft'])
 @pytest.mark.exhaustive_cases('sft')
+@pytest.mark.exhaustive_cases('train')
 def test_the_exit_status_of_a_run_whose_numbers_are_not_finite_is_1(tmp_path, mode):
   fields = [
     'train.groups=16', 'eval.groups=16', 'eval.group_size=1', 'optimizer.mini_batch_size=64',

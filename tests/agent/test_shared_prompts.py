@@ -18,7 +18,7 @@ def sampler():
   return make_sampler()
 
 
-@pytest.mark.parametrize('seed', [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize('seed', [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 @pytest.mark.parametrize(
   ('schedule', 'drop', 'in_flight'),
   [('lockstep', False, 0), ('lockstep', True, 8), ('continuous', True, 0), ('continuous', False, 8)],

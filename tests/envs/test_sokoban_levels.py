@@ -75,6 +75,7 @@ def test_levels_with_two_boxes():
   'env', [LARGE, Sokoban(num_boxes=3), Sokoban(dim=(8, 8), num_boxes=2)], ids=['large', 'three', 'deep']
 )
 @pytest.mark.exhaustive_cases('three', 'deep')
+@pytest.mark.exhaustive_cases('large')
 def test_levels_with_more_boxes(env):
   check_levels(env, 2_500)
 

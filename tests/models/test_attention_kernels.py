@@ -110,6 +110,7 @@ def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
   ],
 )
 @pytest.mark.slow_cases('blocks-packed-33', 'flash-packed over blocks-130')
+@pytest.mark.exhaustive_cases('flash-packed-33', 'blocks-packed over blocks-130')
 def test_kernels_attend_to_windows(kernel, shape, window):
   q, k, v, _, seen_until = make(shape)
   # What is near in a tree is so by depth.

@@ -81,6 +81,15 @@ def test_a_hub_that_cannot_be_reached_is_one_line_with_a_way_out(monkeypatch, tm
 )  # fmt: skip
 @pytest.mark.exhaustive_cases('qwen3-30b-a3b-30532.1')
 @pytest.mark.slow_cases('qwen2.5-0.5b-494', 'r1-distill-qwen-1.5b-1777', 'llama3.2-1b-1236', 'smollm2-135m-134.5')
+@pytest.mark.exhaustive_cases(
+  'qwen3-4b-4022',
+  'qwen2.5-3b-3086',
+  'qwen3-1.7b-1721',
+  'smollm2-1.7b-1711',
+  'smollm2-360m-361.8',
+  'llama3.2-3b-instruct-3213',
+  'qwen2.5-1.5b-1544',
+)
 def test_presets_have_the_size_that_is_published(preset, millions):
   size = sum(weight.size for weight in weights(presets.shape(preset, '')))
   assert size / 1e6 == pytest.approx(millions, abs=0.6)
@@ -101,6 +110,7 @@ def test_presets_have_the_size_that_is_published(preset, millions):
 @pytest.mark.exhaustive_cases(
   'qwen3-vl-8b-8767123696-750-415891440-160496896', 'qwen2.5-vl-7b-8292166656-729-631975680-44574464'
 )
+@pytest.mark.exhaustive_cases('qwen2.5-vl-3b-3754622976-824-631975680-36708608')
 def test_presets_that_read_images_have_the_weights_that_are_published(preset, size, tensors, tower, mergers):
   plan = weights(presets.shape(preset, ''))
   assert (sum(w.size for w in plan), len(plan)) == (size, tensors)

@@ -453,6 +453,7 @@ _WAYS = [
 
 @pytest.mark.parametrize('way', [*_WAYS[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in _WAYS[2:])])
 @pytest.mark.slow_cases('way0', 'way1')
+@pytest.mark.exhaustive_cases('way3')
 def test_scanned_layers_give_the_loop_s_loss_and_gradients(way):
   loss, gradient = gradient_of_scores(scan=True, **way)
   expected, expected_gradient = gradient_of_scores(scan=False, **way)
@@ -622,6 +623,7 @@ def test_packed_rows_of_a_model_with_memories_do_not_see_one_another():
   'gemma3-kinds1-layers',
   'gemma3-kinds1-elementwise',
 )
+@pytest.mark.exhaustive_cases('qwen3_5-tied-kinds0-none')
 def test_layers_of_several_kinds_are_scanned_and_computed_again_without_a_difference(remat, case, kinds):
   """Two turns of a loop over three layers, packed, against the layers one by one with nothing computed again."""
   tokens = jnp.asarray(ragged((33, 21), seed=7)[0])

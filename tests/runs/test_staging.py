@@ -285,6 +285,7 @@ def test_copies_of_killed_processes_are_removed(tmp_path, monkeypatch):
 # -- Checkpoints. ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive_cases('gs')
 def test_a_run_goes_on_from_its_checkpoint_in_the_bucket(url):
   for step in (1, 2, 3):
     with open_workdir(url, write=True) as workdir:
@@ -331,6 +332,7 @@ def test_the_record_of_a_checkpoint_is_amended_in_the_bucket(url):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases('gs')
 def test_a_damaged_checkpoint_in_the_bucket_is_set_aside(url, caplog):
   with open_workdir(url, write=True) as workdir:
     _save(workdir, 1)

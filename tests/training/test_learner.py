@@ -37,6 +37,7 @@ def _learner(model, **fields):
 @pytest.mark.slow
 @pytest.mark.exhaustive_cases('12')
 @pytest.mark.parametrize('size', [1, 5, 12])
+@pytest.mark.exhaustive_cases('1')
 def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
   model = random_model(30)
   batch, length = _batch(0)

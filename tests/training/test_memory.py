@@ -150,6 +150,7 @@ def _seeing(depth: int, deepstack: tuple[int, ...], layers: int = 2) -> Language
   ],
 )
 @pytest.mark.exhaustive_cases('3-deepstack3-layers', '3-deepstack1-none', '9-deepstack2-none')
+@pytest.mark.exhaustive_cases('9-deepstack0-layers')
 def test_the_estimate_counts_a_trained_tower(depth, deepstack, remat):
   made = _seeing(depth, deepstack)
   images = memory.SeenColumns(tokens=5 * 16 / 128, patches=64, shards=1)
@@ -430,6 +431,7 @@ _FAST = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes
   'model3-8-elementwise-64',
   'model2-16-attention-64',
 )
+@pytest.mark.exhaustive_cases('model8-4-layers-64')
 def test_the_whole_is_within_15_percent_of_what_one_cpu_needs(model, rows, remat, chunk):
   made = _model(**model, hidden_size=256, intermediate_size=1024, vocab_size=16384, num_layers=12)
   made.model.policy.attention = blocks = AttentionSettings('blocks', None)

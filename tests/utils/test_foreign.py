@@ -106,7 +106,7 @@ print(foreign.end_children())
   assert told.startswith('a: a child that it made by fork was still running at the end (pid ')
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_run_whose_environment_leaves_children_fails_at_its_end(tmp_path):
   path = tmp_path / 'config.py'

@@ -22,7 +22,6 @@ from tests.support.seeing import act_at_random, seeing_config, seeing_policy
 
 pytestmark = pytest.mark.slow
 
-_slow = pytest.mark.slow
 MODES = {
   'full': {'agent__schedule': 'lockstep'},
   'limited': {'agent__context': 'limited_multi_turn', 'agent__context_turns': 2},
@@ -36,10 +35,12 @@ MODES = {
   scope='module',
   params=[
     (QWEN3_VL, 'full'),
-    *[pytest.param((family, 'full'), marks=_slow) for family in (QWEN2_5_VL, QWEN3_5)],
+    *[pytest.param((family, 'full'), marks=pytest.mark.exhaustive) for family in (QWEN2_5_VL, QWEN3_5)],
     # Rows that come and go, and other rows than those that were sampled first.
-    pytest.param((QWEN3_5, 'single'), marks=_slow),
-    *[pytest.param((QWEN3_VL, mode), marks=_slow) for mode in list(MODES)[1:]],
+    (QWEN3_5, 'single'),
+    (QWEN3_VL, 'limited'),
+    (QWEN3_VL, 'single'),
+    pytest.param((QWEN3_VL, 'drop_oldest'), marks=pytest.mark.exhaustive),
   ],
   ids='-'.join,
 )
@@ -180,7 +181,6 @@ def test_the_number_of_different_images_changes_no_program(played):
   assert traces[0] == traces[1] == traces[2] and traces[0][1] > 0
 
 
-@_slow
 def test_a_reply_after_the_prompt_of_another_sees_its_images(played):
   trainer, state, rollout = played
   t, found = rollout.trajectory, {}  # the last reply of a row for each prompt

@@ -584,6 +584,7 @@ def test_a_server_that_says_nothing_is_one_line_and_leaves_no_process(tmp_path):
 @needs_mcp
 @pytest.mark.parametrize('how', ['ends', 'is killed'])
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases('ends')
 def test_a_program_and_its_children_end_with_the_run(how, tmp_path):
   code = (
     'import sys, os, signal; from ragen_jax.envs.dataset.tool_use import make_toolbox; '

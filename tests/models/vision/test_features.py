@@ -208,6 +208,7 @@ PROMPT = 68
 @_QWEN2_5_IS_SLOW
 @pytest.mark.usefixtures('new_programs')
 @pytest.mark.slow_cases('qwen3_vl', 'qwen3_5')
+@pytest.mark.exhaustive_cases('qwen2_5_vl')
 def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_whole_rows(pair):
   model, cfg = pair.ours, pair.ours.cfg.vision
   policy = ActorCritic(model)
