@@ -260,6 +260,7 @@ class KeyRecorder:
     return self._sampler.decode(params, state, keys, budget, **options)
 
 
+@pytest.mark.slow
 def test_draws_of_different_turns_are_independent():
   """Rows begin anew at position 0; with the turn left out of the key, every turn would draw with the same luck."""
   config = small_config(train__groups=8, agent__context='single_turn', agent__context_turns=1, train__temperature=1.0)

@@ -147,6 +147,7 @@ LEVELS = (
 
 
 @pytest.mark.parametrize('env', LEVELS)
+@pytest.mark.slow_cases('env1')
 def test_levels_can_be_won(env):
   levels = make_levels(env)
   counts = (levels.numbers > 0).sum(1)

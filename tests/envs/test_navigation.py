@@ -60,6 +60,7 @@ def test_walks_are_those_of_the_plain_writing(env):
   assert all(seen[name, True] for name in env.action_names if not name.startswith('rotate'))
 
 
+@pytest.mark.slow
 def test_sight_is_that_of_the_plain_writing():
   counts, see = collections.Counter(), jax.jit(jax.vmap(ENV.seen))
   for states, _, _, _ in walks(ENV, 5, seed=3):

@@ -464,6 +464,7 @@ def test_scanned_layers_give_the_loop_s_loss_and_gradients(way):
     assert np.linalg.norm(gradient[path] - want) <= 1e-5 * np.linalg.norm(want), path
 
 
+@pytest.mark.slow
 def test_deep_models_are_scanned_and_one_body_serves_all_their_layers():
   def products(layers):
     graphdef, state = nnx.split(fresh(num_layers=layers))
@@ -477,6 +478,7 @@ def test_deep_models_are_scanned_and_one_body_serves_all_their_layers():
   assert products(9) == products(8) < products(2) * 2 < products(7)
 
 
+@pytest.mark.slow
 def test_products_run_a_second_time_in_the_backward_pass_only_where_layers_are_computed_again():
   model = fresh()
   graphdef, state = nnx.split(model)
@@ -505,6 +507,7 @@ def test_padding_on_the_right_changes_nothing_before_it():
 
 
 @pytest.mark.parametrize('architecture', ['qwen2', 'llama'])
+@pytest.mark.slow_cases('llama')
 def test_bfloat16_model_gives_float32_logits_near_those_of_float32(architecture):
   tokens = jnp.asarray(ragged((20, 20, 20), seed=10)[0])
   expected = full_logits(fresh(architecture), tokens)
@@ -652,6 +655,7 @@ def test_layers_of_several_kinds_are_scanned_and_computed_again_without_a_differ
 
 
 @pytest.mark.parametrize(('remat', 'kernels'), [('layers', 4), ('attention', 3), ('elementwise', 3)])
+@pytest.mark.slow_cases('layers-4', 'elementwise-3')
 def test_attention_that_is_kept_does_not_run_a_second_time(remat, kernels):
   """Kernels of splash attention: one forward, two backward, and one more where attention is computed again."""
   graphdef, state = nnx.split(fresh(num_layers=1, attention=AttentionSettings('splash', None)))

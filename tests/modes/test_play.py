@@ -189,6 +189,7 @@ def test_levels_go_on_from_the_first_and_tags_take_turns():
 
 
 @pytest.mark.parametrize('tag', TAGS)
+@pytest.mark.slow_cases('FrozenLake')
 def test_hints_lead_to_the_success_that_is_stated(tag):
   won, best = [], []
   config = _config(tag)

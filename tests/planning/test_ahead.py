@@ -233,6 +233,7 @@ def test_the_gradient_of_the_critic_alone_is_another_program(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(('name', 'replays'), [('score', True), ('logprobs', False)])
+@pytest.mark.slow_cases('score-True')
 def test_programs_that_replay_experts_are_compiled_with_them_and_others_without(tmp_path, monkeypatch, name, replays):
   config = small_config(**_SMALL, algorithm__replay_experts=True)
   config.model.path = random_policy(config, tmp_path, **EXPERTS).directory

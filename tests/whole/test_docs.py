@@ -392,6 +392,7 @@ def _without_a_system_message(tmp_path) -> str:
   return _error(ChatTokenizer, tmp_path / 'gemma')
 
 
+@pytest.mark.slow
 def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, capsys):
   page = _text(ROOT / 'docs' / 'troubleshooting.md')
   workdir = _begun_run(tmp_path, monkeypatch)

@@ -35,6 +35,7 @@ def test_the_contact_sheet_is_fresh_and_shows_every_tile():
   assert len({env.name for env in codes}) == 5
 
 
+@pytest.mark.slow
 def test_the_example_draws_what_its_comment_says():
   (code,) = [c for c in re.findall(r'```python\n(.*?)```', PAGE, re.DOTALL) if 'pixels' in c]
   names = {}

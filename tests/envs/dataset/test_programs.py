@@ -236,6 +236,7 @@ def tell(x):
     pytest.param('print("x" * 10_000_000)', SUM, 'output', marks=SLOW),
   ],
 )
+@pytest.mark.slow_cases('import time\\ndef double(x): time.sleep(60)-of27-timeout')
 def test_other_programs_fail_by_name(sandbox, program, of, verdict):
   result = grade(program, of, **({'wall_s': 2.0} if 'sleep' in program else {}))
   assert (result.verdict, result.score) == (verdict, 0.0)

@@ -162,6 +162,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(pair, rows):
     assert 1e-3 < errors[0] < 1.2 * errors[1]
 
 
+@pytest.mark.slow_cases('qwen3_vl')
 def test_rows_do_not_see_the_images_of_others(pair, rows):
   batch = batch_of(pair.ours, rows)
   changed = batch.patches | {SMALL: batch.patches[SMALL] + np.arange(3)[:, None, None] // 2}  # the last small image
@@ -329,6 +330,7 @@ def test_gradients_are_those_of_transformers_and_of_finite_differences(pair, los
 
 @_QWEN2_5_IS_SLOW
 @pytest.mark.slow_cases('qwen3_5')
+@pytest.mark.slow_cases('qwen3_vl')
 def test_a_frozen_tower_gets_no_gradient_and_the_others_do(pair, loss_and_gradient):
   loss, _, params, _, _ = loss_and_gradient
   graphdef, own = nnx.split(pair.ours)

@@ -450,6 +450,7 @@ def test_a_listener_may_submit_and_cancel_but_not_wait_for_the_engine(shared):
 # -- pauses and weights ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pause_holds_running_and_waiting_calls_and_changes_no_reply(gated, background, endless):
   engine, gate = gated
   asked = [long_request(p) for p in prompts(3, 20, seed=13)]

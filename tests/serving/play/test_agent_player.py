@@ -189,6 +189,7 @@ def test_remote_workers_need_a_key(policy, tmp_path, monkeypatch):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_without_a_call_of_a_trained_agent_says_whose_calls_there_are(policy, tmp_path):
   config = agents_config(serve__trained='writer')
   refused = pytest.raises(UserError, match=r"0 got no reward, .* agent .* ''$")

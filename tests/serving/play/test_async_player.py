@@ -216,6 +216,7 @@ def test_an_evaluation_holds_replies_in_flight_and_takes_the_weights_of_the_next
 
 
 @pytest.mark.parametrize('staleness', [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow_cases('1')
 def test_a_signal_ends_a_play_at_once_and_what_is_over_is_not_played_again(monkeypatch, policy, tmp_path, staleness):
   interrupt, played, busy, end = Interrupt(), [], threading.Event(), threading.Event()
   fields = dict(train__groups=2, serve__max_staleness=staleness, serve__max_attempts=1)
@@ -292,6 +293,7 @@ def test_tasks_that_cannot_be_learnt_from_are_played_again_by_the_same_command(m
 @pytest.mark.parametrize(
   ('staleness', 'how'), [pytest.param(0, 'raises', marks=pytest.mark.slow), (0, 'asks nothing'), (1, 'raises')]
 )
+@pytest.mark.slow_cases('0-asks nothing')
 def test_an_iteration_whose_attempts_all_fail_is_empty_and_the_run_goes_on(
   monkeypatch, policy, tmp_path, caplog, staleness, how
 ):
@@ -326,6 +328,7 @@ def test_an_iteration_whose_attempts_all_fail_is_empty_and_the_run_goes_on(
   assert line.startswith('train: none of 1 tasks can be learnt from: of 1 attempts ')
 
 
+@pytest.mark.slow
 def test_nothing_is_sampled_before_the_first_rollout(monkeypatch, policy, tmp_path):
   asked = threading.Event()
 
