@@ -363,7 +363,7 @@ def test_training_lifts_success_on_the_bandit(tmp_path):
   assert before < 0.3 and after > 0.8  # 256 episodes: the standard error is at most 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures('new_programs')
 def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
   config = small_config(

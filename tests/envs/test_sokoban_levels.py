@@ -98,6 +98,7 @@ def test_bounds_on_the_solution():
   ids=['easy', 'hard', 'two'],
 )
 @pytest.mark.exhaustive_cases('two')
+@pytest.mark.exhaustive_cases('hard')
 def test_more_bounds(env):
   length = check_levels(env, 1_000)
   assert (length >= env.min_solution).all() and (not env.max_solution or (length <= env.max_solution).all())

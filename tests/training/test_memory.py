@@ -111,6 +111,7 @@ def _compiled(
   'model9-scoring9',
 )
 @pytest.mark.slow_cases('model3-scoring3')
+@pytest.mark.exhaustive_cases('model4-scoring4')
 def test_the_estimate_is_near_what_a_compiler_needs_for_few_and_many_columns(model, scoring):
   """Below, a run would choose more columns than fit; far above, it would leave the device idle."""
   made = _model(**model)

@@ -79,7 +79,7 @@ def test_the_forms_and_the_sentences_of_the_page():
   assert sum(counts.sum() for counts in read_claims(PAGE.split('## The state reward')[1]).values()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_of_floors_is_that_of_the_benchmark(monkeypatch):
   record = json.loads((ROOT / 'benchmarks' / 'results' / 'description_floors.json').read_text())
   cases, floor = record['cases'], record['floor']

@@ -504,8 +504,9 @@ def test_reference_solutions_of_humaneval_pass_and_others_fail(sandbox, human_ev
   solutions = [f'```python\n{row["prompt"]}{row["canonical_solution"]}\n```' for row in human_eval]
   verdicts = verifier(cpu_s=6).score(solutions, items)
   assert {row['task_id']: v.verdict for row, v in zip(human_eval, verdicts, strict=True) if v.score != 1} == {}
+  few = slice(None, None, 8)  # each takes a third of a second
   wrong = [f'{row["prompt"]}    return None\n' for row in human_eval]
-  assert {v.score for v in verifier(cpu_s=6).score(wrong, items)} == {0.0}
+  assert {v.score for v in verifier(cpu_s=6).score(wrong[few], items[few])} == {0.0}
   # Each fails the tests of another.
   others = [items[-1], *items[:-1]]
-  assert {v.score for v in verifier(cpu_s=6).score(solutions, others)} == {0.0}
+  assert {v.score for v in verifier(cpu_s=6).score(solutions[few], others[few])} == {0.0}

@@ -217,6 +217,7 @@ def test_an_evaluation_holds_replies_in_flight_and_takes_the_weights_of_the_next
 
 @pytest.mark.parametrize('staleness', [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.slow_cases('1')
+@pytest.mark.exhaustive_cases('0')
 def test_a_signal_ends_a_play_at_once_and_what_is_over_is_not_played_again(monkeypatch, policy, tmp_path, staleness):
   interrupt, played, busy, end = Interrupt(), [], threading.Event(), threading.Event()
   fields = dict(train__groups=2, serve__max_staleness=staleness, serve__max_attempts=1)
