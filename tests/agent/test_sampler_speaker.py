@@ -118,7 +118,6 @@ def test_ids_are_those_fed_and_sampled(played):
     assert not t.loss_mask[row, n:].any() and (t.turn[row, n:] == -1).all()
 
 
-@pytest.mark.slow
 def test_loss_mask_is_true_on_sampled_tokens_and_only_there(played):
   policy, _, rollout, recorder, _ = played
   t = rollout.trajectory
@@ -153,7 +152,6 @@ def test_a_cut_reply_is_closed_by_a_token_without_loss(tmp_path):
   assert cut > 0
 
 
-@pytest.mark.slow
 def test_rewards_are_on_each_turn_s_last_sampled_token(played):
   _, _, rollout, recorder, _ = played
   t = rollout.trajectory
@@ -166,7 +164,6 @@ def test_rewards_are_on_each_turn_s_last_sampled_token(played):
     assert t.rewards[row].sum() == pytest.approx(episode.score, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_sampler_s_logprobs_and_values_equal_a_full_forward_pass_on_the_timeline(played):
   policy, params, rollout, _, _ = played
   t = rollout.trajectory
@@ -181,7 +178,6 @@ def test_sampler_s_logprobs_and_values_equal_a_full_forward_pass_on_the_timeline
     np.testing.assert_allclose(at[mask], np.asarray(recomputed)[mask], atol=1e-4)
 
 
-@pytest.mark.slow
 def test_turns_number_the_observation_and_its_reply(played):
   _, _, rollout, recorder, _ = played
   t = rollout.trajectory
@@ -260,7 +256,6 @@ class KeyRecorder:
     return self._sampler.decode(params, state, keys, budget, **options)
 
 
-@pytest.mark.slow
 def test_draws_of_different_turns_are_independent():
   """Rows begin anew at position 0; with the turn left out of the key, every turn would draw with the same luck."""
   config = small_config(train__groups=8, agent__context='single_turn', agent__context_turns=1, train__temperature=1.0)

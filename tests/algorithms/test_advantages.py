@@ -54,7 +54,6 @@ def test_scores_that_are_given_are_compared_in_place_of_sums_of_rewards(batch, n
 
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.slow_cases('gae')
-@pytest.mark.slow_cases('turn_wise_gae', 'bi_level_gae')
 def test_each_name_is_its_function(batch, name):
   b = batch(1)
   given = arrays_of(b)
@@ -82,8 +81,9 @@ def test_each_name_is_its_function(batch, name):
   if module.ESTIMATORS[name].whitens:
     plain = compute(name, given, whiten_advantages=False)
     np.testing.assert_allclose(plain.advantages, expected, atol=1e-5)
+    few = {key: x[:, :10] if x.shape == m.shape else x for key, x in given.items()}
     with jax.disable_jit():  # compiled, the two are different programs, which may round differently
-      returns = [compute(name, given, whiten_advantages=whiten).returns for whiten in (True, False)]
+      returns = [compute(name, few, whiten_advantages=whiten).returns for whiten in (True, False)]
     np.testing.assert_array_equal(*returns)  # the critic's targets are never whitened
   if name == 'turn_wise_gae':  # every turn counts once, however many tokens it has
     at_ends = masks.whiten(expected, b.ends)

@@ -337,7 +337,6 @@ def test_other_losses_and_gradients(batch, kind):
 
 
 @pytest.mark.parametrize('kind', module.POLICY_LOSSES)
-@pytest.mark.slow_cases('ppo')
 def test_losses_are_policy_gradients_at_the_old_policy_and_finite_at_certainty(kind):
   """Where the policy is the old one, every loss has the gradient -A; tokens of probability 1 or 0 give no NaN."""
   old = jnp.array([[-0.7, -3.0, 0.0, -1e-9]])

@@ -92,7 +92,6 @@ def test_scores_that_hardly_differ_are_not_blown_up():
     assert not np.asarray(module.normalize_scores(scores, mask, group, group, grouping='state', method=method)).any()
 
 
-@pytest.mark.slow
 def test_asym_clip_clips():
   scores = np.array([0] * 15 + [1], np.float32)
   group = np.zeros(16, np.int32)

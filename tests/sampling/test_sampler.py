@@ -238,7 +238,6 @@ def test_rows_that_share_a_prompt_go_on_as_if_each_had_read_it(model):
   assert sampler.traces['share'] == len(kinds), 'one program for all layers of a kind'
 
 
-@pytest.mark.slow
 def test_programs_that_write_the_cache_do_not_copy_it(model):
   """Those that also read it do so before; otherwise the compiler copies all rows of it first."""
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
@@ -288,7 +287,6 @@ def test_some_rows_are_fed_while_the_others_are_left_alone(model):
     np.testing.assert_allclose(reply.logprobs[row, :n], logprobs[-n:], atol=1e-4)
 
 
-@pytest.mark.slow
 def test_some_rows_sample_while_the_others_are_left_alone(model):
   """Rows 3 and 0 of four sample what they do among all."""
   sampler, params = Sampler(model, stop_ids=(STOP,)), nnx.split(model)[1]
@@ -348,7 +346,6 @@ def test_the_cache_is_resized(model):
   assert after.count.tolist() == [4, 2, 0]
 
 
-@pytest.mark.slow
 def test_weights_for_decoding_are_cast_once_and_nothing_else_changes(model):
   """Matrices of the policy take the type of computations; norms and the value head keep theirs."""
   cfg = model.policy.cfg

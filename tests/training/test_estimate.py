@@ -112,7 +112,6 @@ def test_kl_in_the_reward_lowers_the_scores_that_estimators_compare(policy, cred
   np.testing.assert_allclose(batch.advantages, expected, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_importance_weights_are_one_where_both_programs_agree_and_capped_where_not(policy):
   trainer, state = learning.make_trainer(policy, algorithm__old_logprobs='trainer', algorithm__tis_cap=1.5)
   rollout, selection = trainer.collect(state)
@@ -215,7 +214,6 @@ def test_the_critic_learns_where_the_estimator_has_returns(policy, played):
   assert batch.valued.sum() < batch.trained.sum() == rollout.trajectory.loss_mask.sum()
 
 
-@pytest.mark.slow
 def test_discounts_and_masks_of_the_config_reach_their_places(policy, played):
   """Advantages of a row by a loop, with a discount and a decay that differ."""
   rollout, _ = played

@@ -80,7 +80,6 @@ def test_features_that_are_embeddings_give_the_scores_and_gradients_of_the_token
   assert np.abs(own['policy']['embed_tokens'][...]).max() > 0
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures('new_programs')
 def test_equal_models_share_programs_which_hold_no_weights():
   """Programs live as long as the process, and the models that they were made for do not."""
@@ -98,7 +97,6 @@ def test_equal_models_share_programs_which_hold_no_weights():
   assert weight() is None
 
 
-@pytest.mark.slow
 def test_other_features_give_other_scores():
   """Columns that are no tokens: what stands in a column before a token changes it, and what comes behind does not."""
   model, batch, settings = random_model(_VOCAB), _batch(), learning.scoring()

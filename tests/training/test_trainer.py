@@ -163,7 +163,6 @@ def test_bad_weights_are_caught_in_the_iteration_that_reads_them(fields, place, 
   assert {f'not_finite/{name}' for name in names} <= found and updated['train/num_mini_batches'] == 0
 
 
-@pytest.mark.slow
 def test_of_several_steps_only_the_bad_one_is_skipped_and_the_metrics_are_those_of_the_others(
   policy, played, monkeypatch
 ):
@@ -188,7 +187,6 @@ def test_of_several_steps_only_the_bad_one_is_skipped_and_the_metrics_are_those_
   assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(state.trained), strict=True))
 
 
-@pytest.mark.slow
 def test_weights_that_are_finite_and_of_no_use_are_found(policy, played):
   trainer, state = learning.make_trainer(policy)
   selection = trainer.select(played[0])

@@ -174,7 +174,6 @@ def test_calls_that_are_wrong_are_faults(thing):
   assert call(thing, 'make', 'strange')[1].kind == 'make raised RuntimeError'
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('what', [('hang',), ('hold',), ('make', 'slow')])
 def test_a_call_that_hangs_is_ended_with_its_process(mortal, what):
   pid = call(mortal, 'about')[0][0]
@@ -199,14 +198,12 @@ def test_a_signal_is_named_and_a_crash_has_its_line(mortal, number):
   assert ('where memory is full' in fault.detail) == (number == signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_a_process_that_cuts_the_connection_is_ended(mortal):
   pid = call(mortal, 'about')[0][0]
   fault = call(mortal, 'cut')[1]
   assert fault == Fault('cut ended its process', 'it ended the connection') and not is_running(pid)
 
 
-@pytest.mark.slow
 def test_memory_is_limited_for_each_process():
   worker = Worker(THING, memory_mib=256)
   assert call(worker, 'take', 100) == (100 << 20, None)
@@ -432,7 +429,6 @@ def test_a_close_that_hangs_or_fails_is_logged(how, message, monkeypatch, caplog
   assert not is_running(pid) and [r.getMessage()[: len(message) + 4] for r in caplog.records] == [f'it: {message}']
 
 
-@pytest.mark.slow
 def test_one_object_that_hangs_in_close_takes_no_time_of_others(monkeypatch, tmp_path, caplog):
   path = tmp_path / 'closed'
   group = Workers(f'{SOURCE}:Closing', (str(path), 'one hangs'), count=3)
@@ -539,7 +535,6 @@ def test_calls_of_a_map_that_hang_or_crash_cost_no_other_call():
   group.close()
 
 
-@pytest.mark.slow
 def test_a_map_stops_where_no_process_starts(tmp_path):
   path = tmp_path / 'started'
   group = Workers(f'{SOURCE}:BadStart', (str(path), 'fail'), count=2)

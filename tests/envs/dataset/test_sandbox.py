@@ -319,7 +319,6 @@ def test_another_interpreter(sandbox):
     Sandbox('/bin/false')
 
 
-@pytest.mark.slow
 def test_a_program_ends_with_the_process_that_started_it(sandbox):
   mark = f'mark-{os.getpid()}'
   code = f"""

@@ -94,7 +94,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize('action', ENDS)
-@pytest.mark.slow_cases('sleep', 'hold')
+@pytest.mark.slow_cases('hold')
 def test_a_game_that_ends_its_process_costs_the_rows_of_that_process_only(action):
   kind, detail = ENDS[action]
   env = make('Wild', memory_mib=200, step_timeout_s=3.0 if 'took' in kind else LONG)
@@ -290,7 +290,6 @@ def test_a_parser_in_a_process_that_raises_says_no_and_is_reported_once(caplog):
   ]
 
 
-@pytest.mark.slow
 def test_a_parser_that_hangs_says_no_and_costs_no_row():
   names = {'id': f'{PUSH}:LightPush-v0', 'parse': f'{PUSH}:parse', 'render': '', 'success': ''}
   settings = {'kwargs': {}, 'action_names': (), 'images': 0, **names}

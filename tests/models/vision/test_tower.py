@@ -95,7 +95,6 @@ def test_blocks_in_a_loop_and_computed_again_give_the_same_features_and_gradient
     assert np.linalg.norm(found[path][...] - want[...]) <= 1e-4 * np.linalg.norm(want[...]), path
 
 
-@pytest.mark.slow
 def test_deep_towers_are_scanned_between_the_blocks_that_give_features():
   tower = _tower(_SMALL3)
   patches = np.random.default_rng(1).normal(size=(1, 48, _SMALL3.patch_values)).astype(np.float32)

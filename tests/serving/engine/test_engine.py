@@ -375,7 +375,6 @@ class Broken:
     return self._sampler.decode(*arguments, **options)
 
 
-@pytest.mark.slow
 def test_an_exception_on_the_thread_reaches_every_call(endless, caplog):
   engine = start(Broken(endless[0]), endless[1], slots=2)
   engine.pause(drain=False)
