@@ -96,6 +96,7 @@ def test_only_small_models_on_one_cpu_are_shared(parts):
   )} == {1}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_share_ends_the_rollout(parts, monkeypatch):
   _, policy, _ = parts
   player = _player(parts)

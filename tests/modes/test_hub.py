@@ -84,6 +84,7 @@ def _front_matter(card):
   return yaml.safe_load(head), text
 
 
+@pytest.mark.slow
 def test_a_model_is_uploaded_with_its_card(run, tmp_path):
   config, workdir, output = run
   with hubs.stand_in() as stand_in:

@@ -220,6 +220,7 @@ def test_any_call_has_the_tokens_of_the_template_and_is_read_back(pair, sent, co
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arguments(st.lists(st.one_of(_TEXTS, _TAGS), max_size=3).map(''.join)), st.lists(_TAGS, max_size=3).map(''.join))
+@pytest.mark.slow_cases('qwen2.5-tools', 'other-tools')
 def test_tags_in_texts_of_calls_and_results_never_become_tokens(pair, sent, hostile):
   ours, _ = pair
   by_token = all(tag in ours.added for tag in CALL_TAGS)

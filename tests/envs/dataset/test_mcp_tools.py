@@ -480,6 +480,7 @@ def has_ended(pid, patience=10.0):
   return not pathlib.Path(f'/proc/{pid}').exists()
 
 
+@pytest.mark.slow
 @needs_mcp
 def test_an_episode_with_a_program(tmp_path):
   (tmp_path / 'questions.jsonl').write_text('{"question": "2 + 3?", "answer": "5"}\n', encoding='utf-8')
