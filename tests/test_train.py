@@ -201,8 +201,7 @@ def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', ['train', 'sft'])
-@pytest.mark.exhaustive_cases('sft')
-@pytest.mark.exhaustive_cases('train')
+@pytest.mark.exhaustive_cases('sft', 'train')
 def test_the_exit_status_of_a_run_whose_numbers_are_not_finite_is_1(tmp_path, mode):
   fields = [
     'train.groups=16', 'eval.groups=16', 'eval.group_size=1', 'optimizer.mini_batch_size=64',

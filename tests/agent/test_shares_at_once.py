@@ -41,8 +41,7 @@ def _player(parts, held_out=frozenset(), specs=None, rows=4):
 
 
 @pytest.mark.parametrize('schedule', ['lockstep', 'continuous'])
-@pytest.mark.slow_cases('lockstep')
-@pytest.mark.slow_cases('continuous')
+@pytest.mark.slow
 def test_episodes_are_those_of_one_speaker(parts, schedule):
   config, policy, _ = parts
   config.agent.schedule = schedule

@@ -106,8 +106,7 @@ def _boards(tag):
 @pytest.mark.parametrize(
   'tag', ['FrozenLake', 'SimpleSokoban', 'Bandit', 'Countdown', 'Game2048', 'Rubik2x2', 'Sudoku']
 )
-@pytest.mark.slow_cases('SimpleSokoban')
-@pytest.mark.slow_cases('Game2048', 'Rubik2x2', 'Countdown')
+@pytest.mark.slow_cases('SimpleSokoban', 'Game2048', 'Rubik2x2', 'Countdown')
 def test_examples_are_valid_replies_and_show_each_action_as_often_as_the_others(tag):
   spec, boards = _boards(tag)
   context = ContextManager(None, [spec], context_settings(request='{example}'))

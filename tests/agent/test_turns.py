@@ -303,8 +303,7 @@ def test_a_won_episode_that_a_time_limit_ends_stays_a_success(policy, monkeypatc
 
 
 @pytest.mark.parametrize('threads', [0, 2])
-@pytest.mark.slow_cases('0')
-@pytest.mark.slow_cases('2')
+@pytest.mark.slow
 def test_an_episode_or_a_rollout_that_takes_too_long_ends_after_its_turn(policy, monkeypatch, threads):
   """By a clock that only steps move on, by 10 s each; FrozenLake has no limit."""
   monkeypatch.setattr('ragen_jax.agent.episode_log.time', types.SimpleNamespace(monotonic=lambda: Endless.seconds))

@@ -89,8 +89,7 @@ def scrambles(depth):
 
 
 @pytest.mark.parametrize('depth', [1, 2, 3, 4])
-@pytest.mark.slow_cases('4')
-@pytest.mark.slow_cases('3')
+@pytest.mark.slow_cases('4', '3')
 def test_scrambles_are_all_sequences_and_equally_likely(depth):
   n = 20_000
   levels = make_levels(Rubik2x2(scramble_depth=depth), n)

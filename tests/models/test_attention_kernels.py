@@ -78,8 +78,7 @@ _QUICK = {('blocks', 'trees'), ('flash', 'packed'), ('flash', 'trees'), ('splash
     for shape in SHAPES
   ],
 )
-@pytest.mark.slow_cases('flash-packed', 'splash-packed over blocks')
-@pytest.mark.slow_cases('blocks-trees')
+@pytest.mark.slow_cases('flash-packed', 'splash-packed over blocks', 'blocks-trees')
 def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
   if shape == 'trees' and not AttentionSettings(kernel, None).tree_columns(64):
     assert kernel == 'splash'

@@ -215,15 +215,10 @@ def test_logits_and_log_probs_are_those_of_transformers(pair):
   )
 
 
-@pytest.mark.slow_cases('gemma3', 'qwen3-experts')
 @pytest.mark.slow_cases(
-  'qwen3_5-tied',
-  'qwen2-mqa-padded-vocabulary',
-  'qwen2-unfused',
-  'qwen3-untied-mha',
-  'qwen2-untied-wide-heads',
-  'llama-untied',
-)
+  'gemma3', 'qwen3-experts', 'qwen3_5-tied', 'qwen2-mqa-padded-vocabulary', 'qwen2-unfused', 'qwen3-untied-mha',
+  'qwen2-untied-wide-heads', 'llama-untied',
+)  # fmt: skip
 def test_gradients_are_those_of_transformers(pair):
   import torch
 
@@ -278,16 +273,10 @@ def greedy(model: Qwen, tokens: np.ndarray, valid: np.ndarray, new: int) -> tupl
   return np.asarray(reply.tokens), np.asarray(reply.logprobs)
 
 
-@pytest.mark.slow_cases('qwen2-tied-gqa', 'gemma3', 'qwen3-experts')
 @pytest.mark.slow_cases(
-  'qwen3_5-tied',
-  'qwen2-untied-wide-heads',
-  'qwen2-mqa-padded-vocabulary',
-  'llama3-tied-wide-heads',
-  'qwen2-unfused',
-  'qwen3-untied-mha',
-  'llama-untied',
-)
+  'qwen2-tied-gqa', 'gemma3', 'qwen3-experts', 'qwen3_5-tied', 'qwen2-untied-wide-heads', 'qwen2-mqa-padded-vocabulary',
+  'llama3-tied-wide-heads', 'qwen2-unfused', 'qwen3-untied-mha', 'llama-untied',
+)  # fmt: skip
 def test_64_greedy_tokens_of_a_ragged_batch_are_those_of_generate(pair):
   import torch
 
@@ -341,7 +330,7 @@ def fresh(architecture: str = 'qwen2', num_layers: int = 2, *, shape: dict | Non
 
 
 @pytest.mark.parametrize('case', ['qwen3-tied', 'gemma3'])
-@pytest.mark.slow_cases('qwen3-tied', 'gemma3')
+@pytest.mark.slow
 def test_a_window_behind_a_cache_is_one_forward(case):
   """8 columns fill a first window; it is then the cache of a second one, which 12 columns are written to one by one."""
   model = fresh(shape=CASES[case])
@@ -399,8 +388,7 @@ def loss_and_gradient(remat: str, attention: AttentionSettings):
   ('remat', 'attention'),
   [('layers', EINSUM), ('none', BLOCKS), ('attention', BLOCKS), ('elementwise', SPLASH), ('attention', FLASH)],
 )
-@pytest.mark.slow_cases('elementwise-attention3')
-@pytest.mark.slow_cases('attention-attention2', 'attention-attention4')
+@pytest.mark.slow_cases('elementwise-attention3', 'attention-attention2', 'attention-attention4')
 def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, attention):
   loss, gradient = loss_and_gradient(remat, attention)
   expected, expected_gradient = loss_and_gradient('none', EINSUM)
@@ -545,8 +533,7 @@ def test_sequences_of_one_row_do_not_see_one_another(attention):
 
 
 @pytest.mark.parametrize('attention', [EINSUM, BLOCKS, FLASH], ids=['einsum', 'blocks', 'flash'])
-@pytest.mark.slow_cases('flash')
-@pytest.mark.slow_cases('blocks')
+@pytest.mark.slow_cases('flash', 'blocks')
 def test_windows_are_of_a_sequence_and_not_of_columns(attention):
   """Two sequences of one row, and where trees may be so wide two that share their beginning."""
   model = fresh(shape=CASES['gemma3'], attention=attention)
@@ -619,14 +606,9 @@ def test_packed_rows_of_a_model_with_memories_do_not_see_one_another():
   ],
 )
 @pytest.mark.exhaustive_cases(
-  'qwen3_5-tied-kinds0-layers',
-  'qwen3_5-tied-kinds0-attention',
-  'qwen3_5-tied-kinds0-elementwise',
-  'gemma3-kinds1-none',
-  'gemma3-kinds1-layers',
-  'gemma3-kinds1-elementwise',
-)
-@pytest.mark.exhaustive_cases('qwen3_5-tied-kinds0-none')
+  'qwen3_5-tied-kinds0-layers', 'qwen3_5-tied-kinds0-attention', 'qwen3_5-tied-kinds0-elementwise',
+  'gemma3-kinds1-none', 'gemma3-kinds1-layers', 'gemma3-kinds1-elementwise', 'qwen3_5-tied-kinds0-none',
+)  # fmt: skip
 def test_layers_of_several_kinds_are_scanned_and_computed_again_without_a_difference(remat, case, kinds):
   """Two turns of a loop over three layers, packed, against the layers one by one with nothing computed again."""
   tokens = jnp.asarray(ragged((33, 21), seed=7)[0])

@@ -197,8 +197,7 @@ def read_back(tokenizer, ids, mask):
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(arguments(_TEXTS), min_size=1, max_size=2), st.sampled_from(['', 'Let me see.']), st.booleans())
-@pytest.mark.slow_cases('qwen2.5-tools')
-@pytest.mark.slow_cases('qwen3-thinking', 'other-tools')
+@pytest.mark.slow_cases('qwen2.5-tools', 'qwen3-thinking', 'other-tools')
 def test_any_call_has_the_tokens_of_the_template_and_is_read_back(pair, sent, content, as_text):
   ours, theirs = pair
   # Qwen's tokenizers compose characters, which is no mistake of a call.

@@ -132,8 +132,7 @@ def test_python(tmp_path, tok, name, package, tool, calls, rewarded):
 
 @pytest.mark.parametrize('stream', [False, True])
 @pytest.mark.parametrize('api', ['responses', 'chat_completions'])
-@pytest.mark.exhaustive_cases('responses-True', 'chat_completions-False')
-@pytest.mark.exhaustive_cases('chat_completions-True')
+@pytest.mark.exhaustive_cases('responses-True', 'chat_completions-False', 'chat_completions-True')
 def test_both_interfaces_of_the_agents_sdk(tmp_path, tok, api, stream):
   needs('agents')
   source = (EXAMPLES / 'openai_agents_agent.py').read_text()

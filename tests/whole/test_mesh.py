@@ -118,8 +118,7 @@ def _assert_same(many, one):
   ],
   ids=['memories', 'experts', 'windows', 'experts of neighbours'],
 )
-@pytest.mark.exhaustive_cases('memories', 'experts', 'windows')
-@pytest.mark.exhaustive_cases('experts of neighbours')
+@pytest.mark.exhaustive_cases('memories', 'experts', 'windows', 'experts of neighbours')
 def test_eight_devices_change_nothing_for_other_kinds_of_layers(tmp_path, monkeypatch, shape, fields):
   source = presets.resolve('tiny', '')
   tiny = read_config(source)

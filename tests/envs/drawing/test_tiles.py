@@ -98,8 +98,7 @@ def test_wrong_sizes_are_named(tile):
 
 
 @each
-@pytest.mark.slow_cases('sokoban')
-@pytest.mark.slow_cases('sudoku')
+@pytest.mark.slow_cases('sokoban', 'sudoku')
 def test_images_have_the_stated_size_and_tiles_differ(env):
   states = _levels(env)
   rows, columns = env.image_grid

@@ -248,8 +248,8 @@ def test_sessions_share_the_processes_and_leave_nothing_in_them(tmp_path):
   ],
 )
 @pytest.mark.slow_cases(
-  'options15-class_path=.*Choosy. cannot be used in a process \\\\\\\\(describe took longer than 3 s'
-)
+  'options15-class_path=.*Choosy. cannot be used in a process \\\\(describe took longer than 3 s',
+)  # fmt: skip
 def test_wrong_options_are_named_in_one_line(options, message):
   with raises_one_line(message):
     registry.make('python', {'class_path': f'{LIGHT}:Choosy'} | options)

@@ -138,7 +138,7 @@ def play(env, solution, levels, budget, episodes):
 
 
 @pytest.mark.parametrize('options', [{}, {'success_rate': 0.8, 'size': 5}])
-@pytest.mark.slow_cases('options0', 'options1')
+@pytest.mark.slow
 def test_its_own_play_reaches_the_optimum(options):
   env, budget, episodes = FrozenLake(**options), Budget(), 120
   levels = make_levels(env, 64)

@@ -37,8 +37,7 @@ def search(request, monkeypatch):
 
 
 @pytest.mark.parametrize(('env', 'count'), [(SMALL, 200), (LARGE, 10)], ids=['small', 'large'])
-@pytest.mark.slow_cases('table-large')
-@pytest.mark.slow_cases('forward-large')
+@pytest.mark.slow_cases('table-large', 'forward-large')
 def test_lengths_are_those_of_a_plain_search(env, count, search):
   # Fresh levels, and positions that random play has come to, many of them lost.
   _, _, afters, _ = random_play(env, count=count)

@@ -92,9 +92,8 @@ def peft():
   [SMALL, SMALL3, HYBRID, GEMMA, *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (EXPERTS, HYBRID_EXPERTS))],
   ids=['qwen2', 'qwen3', 'qwen3_5', 'gemma3', 'qwen3_moe', 'qwen3_5_moe'],
 )
-@pytest.mark.slow_cases('qwen3_5', 'gemma3')
+@pytest.mark.slow_cases('qwen3_5', 'gemma3', 'qwen3')
 @pytest.mark.exhaustive_cases('qwen3_moe')
-@pytest.mark.slow_cases('qwen3')
 def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_path, cfg, peft):
   import torch
   from transformers import AutoModelForCausalLM

@@ -128,8 +128,7 @@ def test_the_value_head_lies_beside_the_model(tmp_path, checkpoint):
 
 
 @pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['tied', 'untied'])
-@pytest.mark.slow_cases('tied')
-@pytest.mark.slow_cases('untied')
+@pytest.mark.slow
 def test_a_critic_lies_in_a_directory_of_the_model_s_and_has_no_output_projection(tmp_path, cfg):
   out, shape = str(tmp_path / 'out'), trunk_config(cfg)
   own, head = random_params(shape, seed=7), ValueHead(16)

@@ -329,8 +329,7 @@ def test_gradients_are_those_of_transformers_and_of_finite_differences(pair, los
 
 
 @_QWEN2_5_IS_SLOW
-@pytest.mark.slow_cases('qwen3_5')
-@pytest.mark.slow_cases('qwen3_vl')
+@pytest.mark.slow_cases('qwen3_5', 'qwen3_vl')
 def test_a_frozen_tower_gets_no_gradient_and_the_others_do(pair, loss_and_gradient):
   loss, _, params, _, _ = loss_and_gradient
   graphdef, own = nnx.split(pair.ours)
@@ -400,8 +399,8 @@ np.savez(out, loss=loss, **flat)
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(2, 2, 2), (1, 8, 1)])
 @pytest.mark.exhaustive_cases(
-  'qwen2_5_vl-mesh0', 'qwen2_5_vl-mesh1', 'qwen3_vl-mesh0', 'qwen3_5-mesh1', 'qwen3_5_moe-mesh0', 'qwen3_5_moe-mesh1'
-)
+  'qwen2_5_vl-mesh0', 'qwen2_5_vl-mesh1', 'qwen3_vl-mesh0', 'qwen3_5-mesh1', 'qwen3_5_moe-mesh0', 'qwen3_5_moe-mesh1',
+)  # fmt: skip
 def test_eight_devices_see_the_same(pair, tmp_path, mesh):
   def run(name, *mesh):
     done = subprocess.run(
