@@ -173,9 +173,9 @@ def test_players_and_run_notice_the_same_signal(tmp_path, monkeypatch, capfd, ta
   [
     ({'optimizer__actor_lr': 1e30}, r'new weights policy/embed_tokens and \d+ more in optimiser steps 1, 2 of 2'),
     # One step makes weights that are finite, and of no use.
-    pytest.param(
+    (
       {'optimizer__actor_lr': 1e15, 'optimizer__mini_batch_size': 16, 'eval__every': 0},
-      r'sampled log-probs \(all 16 rows\)', marks=pytest.mark.slow,
+      r'sampled log-probs \(all 16 rows\)',
     ),
   ],
 )  # fmt: skip

@@ -188,7 +188,7 @@ def test_the_same_again_takes_its_place_and_another_does_not(evaluated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('form', ['merged', pytest.param('adapter', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('form', ['merged', 'adapter'])
 @pytest.mark.exhaustive_cases('merged')
 def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
   """Two ways to the same weights: a checkpoint, and a Hugging Face directory or adapters beside the base."""

@@ -46,7 +46,7 @@ def iteration_in_windows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('which', ['iteration', pytest.param('iteration_in_windows', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('which', ['iteration', 'iteration_in_windows'])
 def test_pieces_are_the_sampled_tokens_and_numbers_belong_to_them(which, request):
   trainer, rollout, _, _, episodes, records = request.getfixturevalue(which)
   t, tokenizer = rollout.trajectory, trainer.model.tokenizer

@@ -26,10 +26,7 @@ MODES = {
 }
 
 
-@pytest.fixture(
-  scope='module',
-  params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ('limited', 'drop_oldest')), 'single'],
-)
+@pytest.fixture(scope='module', params=['limited', 'drop_oldest', 'single'])
 def played(request):
   config = small_config(train__groups=8, length_step=128, envs__FrozenLake__max_turns=5, **MODES[request.param])
   policy = build.load_policy(config)
@@ -43,7 +40,6 @@ def _rows(t):
   return np.flatnonzero(t.loss_mask.any(axis=1))
 
 
-@pytest.mark.slow_cases('single')
 def test_every_turn_is_trained_once_and_in_order(played):
   mode, trainer, _, rollout = played
   t, stop = rollout.trajectory, trainer.model.tokenizer.stop_ids[0]

@@ -63,7 +63,6 @@ def _runs(shown: np.ndarray) -> list[tuple[int, int]]:
   return [(int(part[0]), len(part)) for part in np.split(shown, cuts) if part[0] >= 0]
 
 
-@pytest.mark.slow_cases('qwen3_vl-full')
 def test_rows_show_the_images_of_their_turns_in_their_columns(played):
   trainer, _, rollout = played
   t, tokenizer = rollout.trajectory, trainer.model.tokenizer
@@ -142,7 +141,6 @@ def test_rows_whose_placeholders_are_not_those_of_their_images_are_refused(playe
     sight.inputs(state.params, t, larger)
 
 
-@pytest.mark.slow_cases('qwen3_vl-full')
 def test_an_update_trains_the_decoder_and_not_a_frozen_tower(played):
   trainer, state, rollout = played
   selected = trainer.select(rollout)
