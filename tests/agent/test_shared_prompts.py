@@ -25,8 +25,8 @@ def sampler():
 )
 @pytest.mark.parametrize('window', [False, True])
 @pytest.mark.slow_cases(
-  'False-lockstep-True-8-0', 'False-continuous-True-0-0', 'True-lockstep-False-0-0', 'False-lockstep-False-0-0'
-)
+  'False-lockstep-True-8-0', 'False-continuous-True-0-0', 'True-lockstep-False-0-0', 'False-lockstep-False-0-0',
+)  # fmt: skip
 @pytest.mark.exhaustive_cases('True-lockstep-True-8-0', 'True-continuous-False-8-0', 'False-continuous-False-8-0')
 def test_sharing_changes_no_row(sampler, seed, schedule, drop, in_flight, window):
   """Groups of random sizes; prompts of random lengths, fed in several pieces; all or half of the episodes at a time."""

@@ -247,9 +247,7 @@ def test_sessions_share_the_processes_and_leave_nothing_in_them(tmp_path):
     ({'processes': 1, 'class_path': 'nowhere:Game'}, "class_path='nowhere:Game' cannot be imported"),
   ],
 )
-@pytest.mark.slow_cases(
-  'options15-class_path=.*Choosy. cannot be used in a process \\\\(describe took longer than 3 s',
-)  # fmt: skip
+@pytest.mark.slow_cases('options15-class_path=.*Choosy. cannot be used in a process \\\\(describe took longer than 3 s')
 def test_wrong_options_are_named_in_one_line(options, message):
   with raises_one_line(message):
     registry.make('python', {'class_path': f'{LIGHT}:Choosy'} | options)
