@@ -53,7 +53,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
   assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path, caplog):
   fields = {'eval__greedy_too': False, 'eval__every': 1}
   train.train_and_evaluate(small_config(num_iterations=3, **fields), str(tmp_path / 'whole'))
@@ -173,13 +173,14 @@ def test_players_and_run_notice_the_same_signal(tmp_path, monkeypatch, capfd, ta
   [
     ({'optimizer__actor_lr': 1e30}, r'new weights policy/embed_tokens and \d+ more in optimiser steps 1, 2 of 2'),
     # One step makes weights that are finite, and of no use.
-    pytest.param(
+    (
       {'optimizer__actor_lr': 1e15, 'optimizer__mini_batch_size': 16, 'eval__every': 0},
-      r'sampled log-probs \(all 16 rows\)', marks=pytest.mark.slow,
+      r'sampled log-probs \(all 16 rows\)',
     ),
   ],
 )  # fmt: skip
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases('fields1-sampled log-probs \\\\(all 16 rows\\\\)')
 def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(tmp_path, capsys, fields, words):
   config = small_config(num_iterations=9, eval__greedy_too=False, **fields)
   with pytest.raises(Diverged, match=rf'^iterations 1 to 3: numbers are not finite, .*{words}') as e:
@@ -200,7 +201,7 @@ def test_a_run_whose_numbers_are_not_finite_says_so_saves_none_of_it_and_fails(t
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', ['train', 'sft'])
-@pytest.mark.exhaustive_cases('sft')
+@pytest.mark.exhaustive_cases('sft', 'train')
 def test_the_exit_status_of_a_run_whose_numbers_are_not_finite_is_1(tmp_path, mode):
   fields = [
     'train.groups=16', 'eval.groups=16', 'eval.group_size=1', 'optimizer.mini_batch_size=64',
@@ -243,6 +244,7 @@ def test_a_finished_run_started_again_changes_nothing(finished_run):
   assert (workdir / 'metrics.jsonl').read_text() == lines
 
 
+@pytest.mark.slow
 def test_a_finished_run_whose_metrics_were_deleted_says_so_and_ends_well(finished_run, tmp_path, capsys, caplog):
   config, workdir, _ = finished_run
   copy = tmp_path / 'copy'
@@ -252,6 +254,7 @@ def test_a_finished_run_whose_metrics_were_deleted_says_so_and_ends_well(finishe
   assert 'has no evaluation, so it was deleted' in caplog.text and str(copy) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_episodes_for_people(finished_run, capsys):
   config, workdir, _ = finished_run
   page = workdir / 'trajectories.html'
@@ -273,6 +276,7 @@ def test_a_run_leaves_its_episodes_for_people(finished_run, capsys):
   assert str(page) in capsys.readouterr().out and page.exists()
 
 
+@pytest.mark.slow
 def test_tensorboard_has_all_there_is_to_see(finished_run):
   config, workdir, last = finished_run
   events = EventAccumulator(str(workdir / 'tb'), size_guidance={'scalars': 0}).Reload()
@@ -302,6 +306,7 @@ def test_tensorboard_has_all_there_is_to_see(finished_run):
   }
 
 
+@pytest.mark.slow
 def test_every_metric_and_file_of_a_run_is_explained(finished_run):
   _, workdir, _ = finished_run
   page = (ROOT / 'docs' / 'metrics.md').read_text()
@@ -357,7 +362,7 @@ def test_training_lifts_success_on_the_bandit(tmp_path):
   assert before < 0.3 and after > 0.8  # 256 episodes: the standard error is at most 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures('new_programs')
 def test_a_run_compiles_a_bounded_number_of_programs(tmp_path):
   config = small_config(

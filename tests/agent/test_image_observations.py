@@ -82,6 +82,7 @@ def test_marks_become_images_of_the_size_that_the_tower_reads():
 
 
 @pytest.mark.parametrize(('env', 'lines'), [(FrozenLake(), 4), (Game2048(), 4), (Sudoku(side=4, empty_cells=2), 5)])
+@pytest.mark.slow_cases('env2-5')
 def test_pools_show_boards_as_images_and_the_lines_around_them_as_text(env, lines):
   pool = make_pool(_spec(env), 4, 2, SMALL)
   text = make_pool(_spec(env), 4, 2)

@@ -48,6 +48,7 @@ def _describe(model: ActorCritic, devices: str) -> str:
   return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('vision', ['frozen', 'trained'])
 def test_a_tower_is_trained_if_it_is_not_frozen(tmp_path, vision):
   config = seeing_config(model__vision=vision, model__separate_critic=True)
@@ -62,6 +63,7 @@ def test_a_tower_is_trained_if_it_is_not_frozen(tmp_path, vision):
   assert {loaded.tokenizer.decode([i]) for i in loaded.sampler.banned} == set(VISION_TOKENS)
 
 
+@pytest.mark.slow
 def test_a_critic_has_the_policys_tower_if_both_are_the_same_for_ever(tmp_path):
   config = seeing_config(model__separate_critic=True)
   assert set(seeing_policy(config, tmp_path, QWEN3_VL).encoders) == {'policy'}

@@ -97,6 +97,7 @@ def _proxy(most: int, policy: str = 'full') -> AgentProxy:
 
 
 @pytest.mark.parametrize('policy', CONTEXTS)
+@pytest.mark.slow_cases('limited_multi_turn')
 def test_what_is_fed_of_an_observation_is_within_the_limit(policy):
   replies = [['</think><answer>on</answer>'] * 3] * 2
   rollout = _proxy(50, policy).rollout(scripted_tokens(TINY, replies), 0)

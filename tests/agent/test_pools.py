@@ -72,6 +72,7 @@ class Paid(FrozenLake):
     return np.zeros(3)
 
 
+@pytest.mark.slow
 def test_environments_share_programs_only_if_they_are_alike():
   def reward(env):
     pool = make_pool(EnvSpec('Lake', env, BUDGET, 50, 1), 1, 1)

@@ -77,6 +77,7 @@ def texts_of(tag: str, tokenizer) -> list:
 
 
 @pytest.mark.parametrize('tag', _TAGS)
+@pytest.mark.slow_cases(*(tag for tag in _TAGS if tag.endswith(('Test', 'Validation'))))
 def test_prompts_of_shipped_tags_are_those_of_before(tag, tiny):
   told = json.dumps(texts_of(tag, tiny), ensure_ascii=False)
   assert hashlib.sha256(told.encode()).hexdigest()[:16] == DIGESTS[tag]

@@ -99,7 +99,7 @@ def _pieces(text):
     'vagen_manipulation',
   ],
 )  # fmt: skip
-@pytest.mark.slow_cases('sokoban_vision_ppo', 'vagen_manipulation')
+@pytest.mark.slow_cases('sokoban_vision_ppo', 'vagen_manipulation', 'vagen_sokoban', 'vagen_navigation')
 def test_shipped_configs_have_room_for_complete_replies_in_every_form(name, caplog):
   config = load_config(name, flag='')
   specs = build.env_specs(config, tuple(config.train.tags), (1,) * len(config.train.tags))

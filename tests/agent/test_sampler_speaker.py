@@ -416,6 +416,7 @@ def test_experts_of_prompts_stand_behind_their_rows_whether_fed_in_pieces_or_cop
 
 @pytest.mark.slow
 @pytest.mark.parametrize('schedule', ['lockstep', 'continuous'])
+@pytest.mark.exhaustive_cases('continuous')
 def test_prompts_in_several_pieces_are_those_fed_in_one_call(tmp_path, monkeypatch, schedule):
   """First prompts are longer than the widest call, and later ones are divided too; rows end in different pieces."""
   config, found = _pieces_config(agent__schedule=schedule), []

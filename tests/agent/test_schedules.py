@@ -85,7 +85,8 @@ def lockstep(policy):
     'lockstep in parts, dropping rows',
   ],
 )
-@pytest.mark.slow_cases('lockstep in parts, dropping rows')
+@pytest.mark.slow_cases('lockstep in parts, dropping rows', 'continuous, dropping rows')
+@pytest.mark.exhaustive_cases('in parts', 'continuous, some at a time', 'lockstep, some at a time')
 def test_every_schedule_plays_the_same_episodes(policy, lockstep, changes):
   rollout, fed = play(policy, **changes)
   assert_same(rollout, lockstep)

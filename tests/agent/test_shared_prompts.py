@@ -18,14 +18,16 @@ def sampler():
   return make_sampler()
 
 
-@pytest.mark.parametrize('seed', [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize('seed', [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 @pytest.mark.parametrize(
   ('schedule', 'drop', 'in_flight'),
   [('lockstep', False, 0), ('lockstep', True, 8), ('continuous', True, 0), ('continuous', False, 8)],
 )
 @pytest.mark.parametrize('window', [False, True])
-@pytest.mark.slow_cases('False-lockstep-True-8-0')
-@pytest.mark.slow_cases('False-continuous-True-0-0', 'True-lockstep-False-0-0')
+@pytest.mark.slow_cases(
+  'False-lockstep-True-8-0', 'False-continuous-True-0-0', 'True-lockstep-False-0-0', 'False-lockstep-False-0-0',
+)  # fmt: skip
+@pytest.mark.exhaustive_cases('True-lockstep-True-8-0', 'True-continuous-False-8-0', 'False-continuous-False-8-0')
 def test_sharing_changes_no_row(sampler, seed, schedule, drop, in_flight, window):
   """Groups of random sizes; prompts of random lengths, fed in several pieces; all or half of the episodes at a time."""
   episodes = Episodes(10 * seed + window, 2 * in_flight or 8, window)

@@ -41,8 +41,7 @@ def _player(parts, held_out=frozenset(), specs=None, rows=4):
 
 
 @pytest.mark.parametrize('schedule', ['lockstep', 'continuous'])
-@pytest.mark.slow_cases('lockstep')
-@pytest.mark.slow_cases('continuous')
+@pytest.mark.slow
 def test_episodes_are_those_of_one_speaker(parts, schedule):
   config, policy, _ = parts
   config.agent.schedule = schedule
@@ -96,6 +95,7 @@ def test_only_small_models_on_one_cpu_are_shared(parts):
   )} == {1}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_share_ends_the_rollout(parts, monkeypatch):
   _, policy, _ = parts
   player = _player(parts)

@@ -120,6 +120,7 @@ def test_random_play_is_the_same_every_time_and_needs_words_outside_jax(lake):
 
 
 @pytest.mark.parametrize('tag', ['FrozenLake', 'Countdown'])
+@pytest.mark.slow_cases('Countdown')
 def test_the_solver_reaches_about_the_best_possible(tag, lake):
   groups, size = (48, 8) if tag == 'FrozenLake' else (6, 2)
   proxy = lake if tag == 'FrozenLake' else _proxy(tag, groups, size)

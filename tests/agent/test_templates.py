@@ -106,7 +106,7 @@ def _boards(tag):
 @pytest.mark.parametrize(
   'tag', ['FrozenLake', 'SimpleSokoban', 'Bandit', 'Countdown', 'Game2048', 'Rubik2x2', 'Sudoku']
 )
-@pytest.mark.slow_cases('SimpleSokoban')
+@pytest.mark.slow_cases('SimpleSokoban', 'Game2048', 'Rubik2x2', 'Countdown')
 def test_examples_are_valid_replies_and_show_each_action_as_often_as_the_others(tag):
   spec, boards = _boards(tag)
   context = ContextManager(None, [spec], context_settings(request='{example}'))
@@ -128,6 +128,7 @@ def test_examples_are_valid_replies_and_show_each_action_as_often_as_the_others(
 
 
 @pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban', 'Bandit', 'Game2048'])
+@pytest.mark.slow_cases('SimpleSokoban')
 def test_a_request_lists_all_actions_and_each_is_the_first_as_often_as_the_others(tag):
   spec, boards = _boards(tag)
   settings = context_settings(request='{actions}; {example}')

@@ -106,6 +106,7 @@ def _play(policy, *specs, **changes):
   return proxy.rollout(speaker, 10_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('processes', [0, 2])
 def test_the_episodes_are_those_of_rows_that_play_together(policy, processes):
   ladder = _python('Ladder', _LADDER, 2, workers=1 if processes else 3, processes=processes)
@@ -302,6 +303,7 @@ def test_a_won_episode_that_a_time_limit_ends_stays_a_success(policy, monkeypatc
 
 
 @pytest.mark.parametrize('threads', [0, 2])
+@pytest.mark.slow
 def test_an_episode_or_a_rollout_that_takes_too_long_ends_after_its_turn(policy, monkeypatch, threads):
   """By a clock that only steps move on, by 10 s each; FrozenLake has no limit."""
   monkeypatch.setattr('ragen_jax.agent.episode_log.time', types.SimpleNamespace(monotonic=lambda: Endless.seconds))

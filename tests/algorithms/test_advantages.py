@@ -81,8 +81,9 @@ def test_each_name_is_its_function(batch, name):
   if module.ESTIMATORS[name].whitens:
     plain = compute(name, given, whiten_advantages=False)
     np.testing.assert_allclose(plain.advantages, expected, atol=1e-5)
+    few = {key: x[:, :10] if x.shape == m.shape else x for key, x in given.items()}
     with jax.disable_jit():  # compiled, the two are different programs, which may round differently
-      returns = [compute(name, given, whiten_advantages=whiten).returns for whiten in (True, False)]
+      returns = [compute(name, few, whiten_advantages=whiten).returns for whiten in (True, False)]
     np.testing.assert_array_equal(*returns)  # the critic's targets are never whitened
   if name == 'turn_wise_gae':  # every turn counts once, however many tokens it has
     at_ends = masks.whiten(expected, b.ends)

@@ -356,6 +356,7 @@ def split_rows(b, *, interleaved, count=ROWS * TURNS + 1):
 
 @pytest.mark.parametrize('interleaved', [False, True])
 @pytest.mark.parametrize('estimator', ['gae', 'turn_wise_gae', 'bi_level_gae', 'discounted_returns'])
+@pytest.mark.slow_cases('gae-False', 'turn_wise_gae-False', 'bi_level_gae-False', 'discounted_returns-False')
 def test_an_episode_on_several_rows_is_one_episode(batch, estimator, interleaved):
   f = {
     'gae': lambda r, v, m, turn, end, **rows: module.gae(r, v, m, 0.9, 0.8, end, **(rows and rows | {'turn': turn})),

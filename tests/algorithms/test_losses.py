@@ -173,6 +173,7 @@ def policy_case(batch, seed, level):
 
 @pytest.mark.parametrize('level', module.RATIO_LEVELS)
 @pytest.mark.parametrize('dual', [None, DUAL])
+@pytest.mark.slow_cases('None-turn', 'None-sequence')
 def test_policy_loss_and_gradient(batch, level, dual):
   """Sum of weighted losses, differentiated: by jax here, by finite differences of the NumPy form there."""
   mode = {'token': 'token-mean', 'sequence': 'seq-mean-token-mean', 'turn': 'token-mean'}[level]

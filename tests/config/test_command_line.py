@@ -97,6 +97,7 @@ def test_the_command_line_tells_what_is_wrong_in_one_line_and_fails(outcomes, ca
   assert not workdir.exists()
 
 
+@pytest.mark.slow
 def test_main_itself_fails_in_one_line(tmp_path):
   result = run_main('--config=configs/frozenlake_ppo.py', '--config.model.path=tests', f'--workdir={tmp_path}/run')
   assert result.returncode == 2 and re.fullmatch(r'error: .*no config\.json.*\n', result.stderr), result.stderr

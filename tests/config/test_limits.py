@@ -114,6 +114,7 @@ def _wrong_refusals(overrides, monkeypatch):
   return wrong
 
 
+@pytest.mark.slow
 def test_a_sixteenth_of_the_bad_overrides_is_refused(monkeypatch):
   assert _wrong_refusals(bad_overrides()[::16], monkeypatch) == []
 

@@ -28,6 +28,7 @@ def held_out(shared_boards) -> dict[str, set[bytes]]:
 @pytest.mark.slow
 @pytest.mark.parametrize('model', ['tiny', 'tiny-vl'])
 @pytest.mark.parametrize('tag', ['FrozenLake', 'SimpleSokoban'])
+@pytest.mark.exhaustive_cases('FrozenLake-tiny', 'SimpleSokoban-tiny')
 def test_no_held_out_board_of_a_shipped_evaluation_was_demonstrated(tag, model, shared_boards, held_out):
   sft = shared_boards.MODELS[model].get_config().sft
   count = dict(zip(sft.tags, sft.levels, strict=True))[tag]

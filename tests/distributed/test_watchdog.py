@@ -253,6 +253,7 @@ def _last_words(worker):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.exhaustive_cases('19')
 def test_processes_end_and_name_the_one_that_was_killed_or_stopped(number):
   with _processes('', '', '') as workers:
     workers[1].send_signal(number)
@@ -280,6 +281,7 @@ def test_the_others_end_if_the_first_process_is_stopped():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.exhaustive_cases('0')
 def test_all_processes_end_and_name_the_one_that_hangs(victim):
   with _processes(*('hang' if i == victim else '' for i in range(2))) as workers:
     for worker in workers:
@@ -298,6 +300,7 @@ def test_all_processes_end_and_name_the_one_that_hangs(victim):
 @pytest.mark.parametrize(
   ('mode', 'reason', 'own_status'), [('error', 'MemoryError: no room', 1), ('user error', 'metrics were not', 2)]
 )
+@pytest.mark.exhaustive_cases('user error-metrics were not-2-0', 'error-MemoryError: no room-1-0')
 def test_the_others_name_the_error_of_the_one_that_failed(victim, mode, reason, own_status):
   with _processes(*(mode if i == victim else '' for i in range(2)), silence=60.0) as workers:
     status, (line,) = _last_words(workers[1 - victim])

@@ -118,6 +118,7 @@ def test_one_answer_ends_the_game():
   assert after.done.all() and not out.reward.any() and not out.effective.any()
 
 
+@pytest.mark.slow
 def test_jit_and_vmap_change_nothing():
   levels = make_levels(ENV)
   actions = np.array([chains[-1] for chains in ENV.legal_actions(levels)], np.int32)
@@ -147,6 +148,7 @@ LEVELS = (
 
 
 @pytest.mark.parametrize('env', LEVELS)
+@pytest.mark.slow_cases('env1')
 def test_levels_can_be_won(env):
   levels = make_levels(env)
   counts = (levels.numbers > 0).sum(1)

@@ -17,7 +17,7 @@ from tests.support.environments import raises_one_line
 from tests.support.games.countdown import ENV, WIDE, expressions, joined, leaves, read, value_of
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=expressions())
 def test_expressions_round_trip(text):
   action = ENV.parse_action(text)
@@ -32,7 +32,7 @@ def test_expressions_round_trip(text):
       assert read(written[:i] + written[i + 1 : j] + written[j + 1 :]) != read(text)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=st.text('012 +-*/()', max_size=14) | st.text(max_size=30) | expressions(most=10, largest=1_500_000))
 def test_anything_else_is_refused(text):
   """The parser takes what Python takes, but for signs in front of a number, long numbers and too many of them."""

@@ -18,6 +18,7 @@ from tests.support.games.frozen_lake import VARIANTS, distances, gymnasium_table
 
 
 @pytest.mark.parametrize('options', VARIANTS)
+@pytest.mark.slow_cases('options2', 'options3', 'options4', 'options5')
 def test_step_draws_from_the_transition_probabilities(options):
   env = FrozenLake(**options)
   state = one(make_levels(env, 1, first=7))
@@ -80,6 +81,7 @@ def test_recorded_traces(golden):
 
 
 @pytest.mark.parametrize('options', [{}, {'p': 0.3}, {'size': 7, 'p': 0.65}, {'size': 2, 'p': 0.0}, {'p': 1.0}])
+@pytest.mark.slow_cases('options2', 'options3', 'options4')
 def test_levels_are_solvable(options):
   env = FrozenLake(**options)
   levels = make_levels(env, 200)

@@ -222,6 +222,8 @@ def test_jit_and_vmap_change_nothing():
 @pytest.mark.parametrize(
   'options', [{'goal': 32}, pytest.param({'goal': 2048, 'reward': 'raw'}, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow_cases('options0')
+@pytest.mark.exhaustive_cases('options1')
 def test_games_to_the_end(options):
   """Random games are those of the plain rules, action by action, and stay as they ended."""
   env = Game2048(**options)

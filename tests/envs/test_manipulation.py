@@ -51,6 +51,7 @@ def noisy_actions(env, states, rng):
 
 
 @each
+@pytest.mark.slow_cases('stack')
 def test_walks_are_those_of_the_plain_writing(name):
   env, states, rng, seen = ENVS[name], levels(name), np.random.default_rng(7), collections.Counter()
   for _ in range(12):
@@ -206,6 +207,7 @@ def test_plans_solve_all_levels_in_the_fewest_skills(name, first):
 
 
 @each
+@pytest.mark.slow_cases('stack')
 def test_plans_reach_the_goal_from_what_random_play_leaves(name):
   env, states, rng = ENVS[name], levels(name), np.random.default_rng(3)
   for _ in range(7):

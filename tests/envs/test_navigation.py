@@ -60,6 +60,7 @@ def test_walks_are_those_of_the_plain_writing(env):
   assert all(seen[name, True] for name in env.action_names if not name.startswith('rotate'))
 
 
+@pytest.mark.slow
 def test_sight_is_that_of_the_plain_writing():
   counts, see = collections.Counter(), jax.jit(jax.vmap(ENV.seen))
   for states, _, _, _ in walks(ENV, 5, seed=3):
@@ -100,6 +101,7 @@ def test_an_object_hides_what_is_behind_it_and_a_wall_hides_all():
     pytest.param({'min_path': 5, 'max_path': 6, 'start': 'away'}, 5, 6, marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.exhaustive_cases('options2-5-6')
 def test_levels_are_within_the_bounds(options, low, high):
   env = Navigation(dim=(8, 8), num_objects=4, **options)
   states = make_levels(env, COUNT, block=COUNT)

@@ -39,7 +39,7 @@ def test_wrong_types_and_options_are_named_in_one_line(env_type, options, messag
 
 
 @pytest.mark.parametrize('name', ['frozen_lake', 'sokoban', 'bandit', 'countdown', 'game_2048', 'rubik_2x2', 'sudoku'])
-@pytest.mark.slow_cases('sokoban')
+@pytest.mark.slow_cases('sokoban', 'game_2048')
 def test_a_level_is_read_from_what_the_game_draws(tmp_path, name):
   env, path = registry.make(name, {}), tmp_path / 'level.txt'
   levels = make_levels(env, 2)

@@ -89,7 +89,7 @@ def scrambles(depth):
 
 
 @pytest.mark.parametrize('depth', [1, 2, 3, 4])
-@pytest.mark.slow_cases('4')
+@pytest.mark.slow_cases('4', '3')
 def test_scrambles_are_all_sequences_and_equally_likely(depth):
   n = 20_000
   levels = make_levels(Rubik2x2(scramble_depth=depth), n)
@@ -107,6 +107,7 @@ def test_scrambles_are_all_sequences_and_equally_likely(depth):
   assert all(abs(observed[kind] - e) < 5.5 * np.sqrt(e) for kind, e in zip(kinds, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_levels_at_an_exact_distance_are_equally_likely():
   n = 40_000
   env = Rubik2x2(scramble_depth=3, exact_distance=True)

@@ -62,7 +62,7 @@ def test_recorded_traces(golden, config, env):
 
 
 @pytest.mark.parametrize('env', [SMALL, LARGE], ids=['small', 'large'])
-@pytest.mark.slow_cases('small', 'large')
+@pytest.mark.slow
 def test_play_is_that_of_the_reference(env):
   states, actions, afters, outs = random_play(env)
   for i, text in enumerate(env.render(states)):
@@ -82,6 +82,7 @@ def test_play_is_that_of_the_reference(env):
 
 
 @pytest.mark.parametrize('env', [SMALL, LARGE], ids=['small', 'large'])
+@pytest.mark.slow_cases('large')
 def test_nothing_appears_or_vanishes(env):
   states, _, afters, _ = random_play(env)
   assert (afters.boxes.sum((2, 3)) == env.num_boxes).all()

@@ -74,11 +74,12 @@ def test_levels_with_two_boxes():
 @pytest.mark.parametrize(
   'env', [LARGE, Sokoban(num_boxes=3), Sokoban(dim=(8, 8), num_boxes=2)], ids=['large', 'three', 'deep']
 )
-@pytest.mark.exhaustive_cases('three', 'deep')
+@pytest.mark.exhaustive_cases('three', 'deep', 'large')
 def test_levels_with_more_boxes(env):
   check_levels(env, 2_500)
 
 
+@pytest.mark.slow
 def test_bounds_on_the_solution():
   env = Sokoban(min_solution=5, max_solution=7)
   length = check_levels(env, 1_000)
@@ -95,7 +96,7 @@ def test_bounds_on_the_solution():
   ],
   ids=['easy', 'hard', 'two'],
 )
-@pytest.mark.exhaustive_cases('two')
+@pytest.mark.exhaustive_cases('two', 'hard')
 def test_more_bounds(env):
   length = check_levels(env, 1_000)
   assert (length >= env.min_solution).all() and (not env.max_solution or (length <= env.max_solution).all())

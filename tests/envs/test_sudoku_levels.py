@@ -16,6 +16,7 @@ from tests.support.games.sudoku import LARGE, SMALL, as_dict, completions, make_
 
 
 @pytest.mark.parametrize(('env', 'n'), [(SMALL, 256), (LARGE, 40)], ids=['4', '9'])
+@pytest.mark.slow_cases('9')
 def test_every_level_has_one_solution(env, n):
   levels = make_levels(env, n)
   np.testing.assert_array_equal((levels.board == 0).sum(axis=(1, 2)), env.empty_cells)

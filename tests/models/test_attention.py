@@ -47,7 +47,7 @@ def test_attention_is_a_softmax_over_the_columns_of_the_mask(settings):
 
 
 @_WAYS
-@pytest.mark.slow_cases('settings0')
+@pytest.mark.slow_cases('settings0', 'settings1')
 def test_attention_in_blocks_of_queries_is_attention_and_has_its_gradient(monkeypatch, settings):
   """8 queries per block: four whole blocks and a part of one."""
   q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
@@ -124,7 +124,7 @@ def test_blocks_follow_the_scores_of_a_device(monkeypatch, implementation, rows,
 
 @_WAYS
 @pytest.mark.parametrize('queries', [1, 5])
-@pytest.mark.slow_cases('1-settings0')
+@pytest.mark.slow_cases('1-settings0', '1-settings1', '5-settings1')
 def test_columns_in_two_arrays_are_columns_in_one(monkeypatch, settings, queries):
   """A cache of 9 columns, of which each row has some, and new columns: against one array of all of them."""
   rng = np.random.default_rng(4)

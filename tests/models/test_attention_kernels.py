@@ -78,7 +78,7 @@ _QUICK = {('blocks', 'trees'), ('flash', 'packed'), ('flash', 'trees'), ('splash
     for shape in SHAPES
   ],
 )
-@pytest.mark.slow_cases('flash-packed', 'splash-packed over blocks')
+@pytest.mark.slow_cases('flash-packed', 'splash-packed over blocks', 'blocks-trees')
 def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
   if shape == 'trees' and not AttentionSettings(kernel, None).tree_columns(64):
     assert kernel == 'splash'
@@ -109,6 +109,7 @@ def test_kernels_are_attention_and_have_its_gradients(kernel, shape):
   ],
 )
 @pytest.mark.slow_cases('blocks-packed-33', 'flash-packed over blocks-130')
+@pytest.mark.exhaustive_cases('flash-packed-33', 'blocks-packed over blocks-130')
 def test_kernels_attend_to_windows(kernel, shape, window):
   q, k, v, _, seen_until = make(shape)
   # What is near in a tree is so by depth.

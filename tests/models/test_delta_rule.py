@@ -64,6 +64,7 @@ def test_one_column_after_the_other_is_the_rule():
 
 
 @pytest.mark.parametrize('packed', [False, True])
+@pytest.mark.slow_cases('False')
 def test_chunks_give_what_columns_give_and_its_gradients(packed):
   x, begins = arrays(), BEGINS if packed else np.zeros((B, T), bool)
   weight = np.random.default_rng(1).normal(size=(B, T, J, G, W)).astype(np.float32)

@@ -218,7 +218,7 @@ print(json.dumps(worst))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eight_devices_give_what_one_does():
   done = copy_python(_ON_A_MESH, devices=8)
   assert done.returncode == 0, done.stderr[-3000:]

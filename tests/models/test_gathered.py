@@ -118,6 +118,7 @@ def _differences(case, meshes):
 @pytest.mark.slow
 @pytest.mark.parametrize('case', ['layers', 'loop'])
 @pytest.mark.parametrize('meshes', [_DATA, _OTHERS])
+@pytest.mark.exhaustive_cases('meshes1-loop', 'meshes0-layers')
 def test_gradients_of_divided_weights_are_those_of_one_device(case, meshes):
   found = _differences(case, meshes)
   assert found.pop('held') < 0.4  # a quarter, and small arrays
@@ -129,6 +130,7 @@ def test_gradients_of_divided_weights_are_those_of_one_device(case, meshes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('meshes', [_DATA, _OTHERS])
+@pytest.mark.exhaustive_cases('meshes1')
 def test_the_gradient_of_an_embedding_adds_up_in_float32(meshes):
   # One token in 384 columns: in bfloat16, a sum of so many would lose the last ones.
   found = _differences('one token', meshes)

@@ -54,6 +54,7 @@ def test_given_experts_are_used_layer_by_layer(shape, remat):
   assert (np.sort(one[0][1][1]) != np.sort(given))[:, :, routed].any()
 
 
+@pytest.mark.slow
 def test_what_a_model_chooses_changes_no_bit_if_it_is_given():
   model = random_model(40, **EXPERTS).policy
   x = model.embed(np.random.default_rng(0).integers(0, 40, (3, 9)).astype(np.int32))

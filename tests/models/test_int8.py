@@ -126,7 +126,9 @@ def test_matrices_of_layers_are_in_8_bits_and_nothing_else_is(models):
 
 @pytest.mark.parametrize('remat', ['none', pytest.param('layers', marks=pytest.mark.slow)])
 @pytest.mark.slow_cases('experts-none')
-@pytest.mark.exhaustive_cases('hybrid-none', 'dense-layers')
+@pytest.mark.exhaustive_cases(
+  'hybrid-none', 'dense-layers', 'hybrid-layers', 'scanned-none', 'windows-none', 'windows-layers',
+)  # fmt: skip
 def test_what_is_computed_and_gradients_of_adapters_are_those_of_the_numbers_that_the_8_bits_stand_for(models, remat):
   found = []
   for model in models:

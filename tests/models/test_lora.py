@@ -45,6 +45,7 @@ def test_targets_that_do_not_exist_are_refused(text):
 
 
 @pytest.mark.parametrize('width', [16, 512])
+@pytest.mark.slow_cases('512')
 def test_the_adapted_model_is_the_merged_model(tmp_path, width):
   """Both ways of running projections: those of narrow models are fused."""
   cfg = QwenConfig(**(vars(SMALL) | {'hidden_size': width, 'num_layers': 1}))

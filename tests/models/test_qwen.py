@@ -215,7 +215,10 @@ def test_logits_and_log_probs_are_those_of_transformers(pair):
   )
 
 
-@pytest.mark.slow_cases('gemma3', 'qwen3-experts')
+@pytest.mark.slow_cases(
+  'gemma3', 'qwen3-experts', 'qwen3_5-tied', 'qwen2-mqa-padded-vocabulary', 'qwen2-unfused', 'qwen3-untied-mha',
+  'qwen2-untied-wide-heads', 'llama-untied',
+)  # fmt: skip
 def test_gradients_are_those_of_transformers(pair):
   import torch
 
@@ -270,7 +273,10 @@ def greedy(model: Qwen, tokens: np.ndarray, valid: np.ndarray, new: int) -> tupl
   return np.asarray(reply.tokens), np.asarray(reply.logprobs)
 
 
-@pytest.mark.slow_cases('qwen2-tied-gqa', 'gemma3', 'qwen3-experts')
+@pytest.mark.slow_cases(
+  'qwen2-tied-gqa', 'gemma3', 'qwen3-experts', 'qwen3_5-tied', 'qwen2-untied-wide-heads', 'qwen2-mqa-padded-vocabulary',
+  'llama3-tied-wide-heads', 'qwen2-unfused', 'qwen3-untied-mha', 'llama-untied',
+)  # fmt: skip
 def test_64_greedy_tokens_of_a_ragged_batch_are_those_of_generate(pair):
   import torch
 
@@ -324,7 +330,7 @@ def fresh(architecture: str = 'qwen2', num_layers: int = 2, *, shape: dict | Non
 
 
 @pytest.mark.parametrize('case', ['qwen3-tied', 'gemma3'])
-@pytest.mark.slow_cases('qwen3-tied', 'gemma3')
+@pytest.mark.slow
 def test_a_window_behind_a_cache_is_one_forward(case):
   """8 columns fill a first window; it is then the cache of a second one, which 12 columns are written to one by one."""
   model = fresh(shape=CASES[case])
@@ -382,7 +388,7 @@ def loss_and_gradient(remat: str, attention: AttentionSettings):
   ('remat', 'attention'),
   [('layers', EINSUM), ('none', BLOCKS), ('attention', BLOCKS), ('elementwise', SPLASH), ('attention', FLASH)],
 )
-@pytest.mark.slow_cases('elementwise-attention3')
+@pytest.mark.slow_cases('elementwise-attention3', 'attention-attention2', 'attention-attention4')
 def test_remat_and_other_implementations_of_attention_change_no_gradient(remat, attention):
   loss, gradient = loss_and_gradient(remat, attention)
   expected, expected_gradient = loss_and_gradient('none', EINSUM)
@@ -435,6 +441,7 @@ _WAYS = [
 
 @pytest.mark.parametrize('way', [*_WAYS[:2], *(pytest.param(way, marks=pytest.mark.slow) for way in _WAYS[2:])])
 @pytest.mark.slow_cases('way0', 'way1')
+@pytest.mark.exhaustive_cases('way3')
 def test_scanned_layers_give_the_loop_s_loss_and_gradients(way):
   loss, gradient = gradient_of_scores(scan=True, **way)
   expected, expected_gradient = gradient_of_scores(scan=False, **way)
@@ -445,6 +452,7 @@ def test_scanned_layers_give_the_loop_s_loss_and_gradients(way):
     assert np.linalg.norm(gradient[path] - want) <= 1e-5 * np.linalg.norm(want), path
 
 
+@pytest.mark.slow
 def test_deep_models_are_scanned_and_one_body_serves_all_their_layers():
   def products(layers):
     graphdef, state = nnx.split(fresh(num_layers=layers))
@@ -458,6 +466,7 @@ def test_deep_models_are_scanned_and_one_body_serves_all_their_layers():
   assert products(9) == products(8) < products(2) * 2 < products(7)
 
 
+@pytest.mark.slow
 def test_products_run_a_second_time_in_the_backward_pass_only_where_layers_are_computed_again():
   model = fresh()
   graphdef, state = nnx.split(model)
@@ -486,6 +495,7 @@ def test_padding_on_the_right_changes_nothing_before_it():
 
 
 @pytest.mark.parametrize('architecture', ['qwen2', 'llama'])
+@pytest.mark.slow_cases('llama')
 def test_bfloat16_model_gives_float32_logits_near_those_of_float32(architecture):
   tokens = jnp.asarray(ragged((20, 20, 20), seed=10)[0])
   expected = full_logits(fresh(architecture), tokens)
@@ -497,6 +507,7 @@ def test_bfloat16_model_gives_float32_logits_near_those_of_float32(architecture)
 
 
 @pytest.mark.parametrize('attention', [EINSUM, BLOCKS, SPLASH])
+@pytest.mark.slow_cases('attention2')
 def test_sequences_of_one_row_do_not_see_one_another(attention):
   model = fresh('qwen3', num_layers=1, attention=attention)
   # 70 columns, so that a sequence crosses from one block of queries to the next.
@@ -522,7 +533,7 @@ def test_sequences_of_one_row_do_not_see_one_another(attention):
 
 
 @pytest.mark.parametrize('attention', [EINSUM, BLOCKS, FLASH], ids=['einsum', 'blocks', 'flash'])
-@pytest.mark.slow_cases('flash')
+@pytest.mark.slow_cases('flash', 'blocks')
 def test_windows_are_of_a_sequence_and_not_of_columns(attention):
   """Two sequences of one row, and where trees may be so wide two that share their beginning."""
   model = fresh(shape=CASES['gemma3'], attention=attention)
@@ -595,13 +606,9 @@ def test_packed_rows_of_a_model_with_memories_do_not_see_one_another():
   ],
 )
 @pytest.mark.exhaustive_cases(
-  'qwen3_5-tied-kinds0-layers',
-  'qwen3_5-tied-kinds0-attention',
-  'qwen3_5-tied-kinds0-elementwise',
-  'gemma3-kinds1-none',
-  'gemma3-kinds1-layers',
-  'gemma3-kinds1-elementwise',
-)
+  'qwen3_5-tied-kinds0-layers', 'qwen3_5-tied-kinds0-attention', 'qwen3_5-tied-kinds0-elementwise',
+  'gemma3-kinds1-none', 'gemma3-kinds1-layers', 'gemma3-kinds1-elementwise', 'qwen3_5-tied-kinds0-none',
+)  # fmt: skip
 def test_layers_of_several_kinds_are_scanned_and_computed_again_without_a_difference(remat, case, kinds):
   """Two turns of a loop over three layers, packed, against the layers one by one with nothing computed again."""
   tokens = jnp.asarray(ragged((33, 21), seed=7)[0])
@@ -630,6 +637,7 @@ def test_layers_of_several_kinds_are_scanned_and_computed_again_without_a_differ
 
 
 @pytest.mark.parametrize(('remat', 'kernels'), [('layers', 4), ('attention', 3), ('elementwise', 3)])
+@pytest.mark.slow_cases('layers-4', 'elementwise-3')
 def test_attention_that_is_kept_does_not_run_a_second_time(remat, kernels):
   """Kernels of splash attention: one forward, two backward, and one more where attention is computed again."""
   graphdef, state = nnx.split(fresh(num_layers=1, attention=AttentionSettings('splash', None)))

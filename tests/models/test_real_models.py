@@ -121,7 +121,7 @@ def scored(model, row) -> np.ndarray:
 
 
 @pytest.mark.parametrize('name', ['smollm2-135m-instruct', 'qwen2.5-coder-0.5b-instruct'])
-@pytest.mark.exhaustive_cases('smollm2-135m-instruct')
+@pytest.mark.exhaustive_cases('smollm2-135m-instruct', 'qwen2.5-coder-0.5b-instruct')
 def test_replies_that_are_sampled_in_8_bits_have_almost_the_log_probs_of_the_weights(real_model, name, capsys):
   directory = real_model(name)
   tokenizer, options = ChatTokenizer(directory), dict(dtype=jnp.float32, param_dtype=jnp.float32)

@@ -87,6 +87,7 @@ def evaluated(full_run, tmp_path_factory):
   return workdir, config, policy, found
 
 
+@pytest.mark.slow
 def test_the_models_numbers_are_those_of_the_evaluator(evaluated):
   _, config, policy, found = evaluated
   metrics = build.make_evaluator(config, policy)(param_state(policy.model)).metrics
@@ -103,6 +104,7 @@ def test_the_models_numbers_are_those_of_the_evaluator(evaluated):
   assert compared == len(metrics) > 30
 
 
+@pytest.mark.slow
 def test_the_json_is_as_the_matrix_reads_it(evaluated):
   workdir, config, _, found = evaluated
   path = pathlib.Path(found.pop('path'))
@@ -134,6 +136,7 @@ def test_the_json_is_as_the_matrix_reads_it(evaluated):
   found['path'] = str(path)
 
 
+@pytest.mark.slow
 def test_tensorboard_has_a_run_for_each_policy_and_episodes_have_a_page(evaluated):
   workdir, _, _, found = evaluated
   runs = {p.parent.name: {tag: (step, x) for step, tag, x in _events(p)} for p in (workdir / 'tb').rglob('*tfevents*')}
@@ -158,6 +161,7 @@ def test_tensorboard_has_a_run_for_each_policy_and_episodes_have_a_page(evaluate
   assert ''.join(solved['turns'][0]['pieces']).startswith('<think></think><answer>')
 
 
+@pytest.mark.slow
 def test_every_name_in_tensorboard_is_explained(evaluated):
   _, _, _, found = evaluated
   page = (ROOT / 'docs' / 'metrics.md').read_text()
@@ -167,6 +171,7 @@ def test_every_name_in_tensorboard_is_explained(evaluated):
     assert {f'TAG/{name}', f'eval/TAG/{name}'} & explained, name
 
 
+@pytest.mark.slow
 def test_the_same_again_takes_its_place_and_another_does_not(evaluated):
   workdir, config, _, found = evaluated
   config = config.copy_and_resolve_references()
@@ -183,7 +188,8 @@ def test_the_same_again_takes_its_place_and_another_does_not(evaluated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('form', ['merged', pytest.param('adapter', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('form', ['merged', 'adapter'])
+@pytest.mark.exhaustive_cases('merged')
 def test_a_lora_run_plays_as_what_it_is_exported_to(tmp_path, form):
   """Two ways to the same weights: a checkpoint, and a Hugging Face directory or adapters beside the base."""
   fields = dict(lora__rank=4, lora__alpha=8)
@@ -325,6 +331,7 @@ def test_other_fields_do_not_tie_a_run_and_those_of_play_are_told(full_run, capl
   assert 'different from training: envs.FrozenLake.size was 4 and is 5' in caplog.text
 
 
+@pytest.mark.slow
 def test_a_warm_start_was_trained_on_what_was_demonstrated(full_run, tmp_path):
   workdir, config, _ = full_run
   config = config.copy_and_resolve_references()
@@ -349,6 +356,7 @@ def test_several_processes_are_refused(monkeypatch, tmp_path):
     evaluate.evaluate(small_config(), str(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_command_line_reaches_the_mode(tmp_path):
   result = copy_main('--mode=eval', '--config=configs/frozenlake_ppo.py', f'--workdir={tmp_path}/x')
   assert result.returncode == 2 and result.stderr.startswith(f'error: --workdir={tmp_path}/x: there is no checkpoint')

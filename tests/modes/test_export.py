@@ -99,6 +99,7 @@ def test_transformers_opens_an_export_and_so_does_another_run(tmp_path, run, req
   np.testing.assert_array_equal(again.value_head.kernel[...], policy.model.value_head.kernel[...])
 
 
+@pytest.mark.slow
 def test_peft_opens_an_export_of_adapters_and_so_does_another_run(tmp_path, lora_run, caplog, torch):
   peft = pytest.importorskip('peft', reason='the comparison with PEFT needs it')
   from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -126,6 +127,7 @@ def test_peft_opens_an_export_of_adapters_and_so_does_another_run(tmp_path, lora
   np.testing.assert_array_equal(again.value_head.kernel[...], policy.model.value_head.kernel[...])
 
 
+@pytest.mark.slow
 def test_the_step_and_the_type_are_those_that_were_asked_for(tmp_path, full_run):
   workdir, config, policy = full_run
   config = config.copy_and_resolve_references()

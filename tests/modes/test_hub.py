@@ -84,6 +84,7 @@ def _front_matter(card):
   return yaml.safe_load(head), text
 
 
+@pytest.mark.slow
 def test_a_model_is_uploaded_with_its_card(run, tmp_path):
   config, workdir, output = run
   with hubs.stand_in() as stand_in:
@@ -118,6 +119,7 @@ def test_the_card_names_the_base_model_and_adapters(run):
   assert 'The run has no evaluation of this checkpoint.' in hub.model_card(config, workdir, 0, figure=False)
 
 
+@pytest.mark.slow
 def test_episodes_are_uploaded_as_a_data_set(run, tmp_path):
   config, workdir, _ = run
   with hubs.stand_in() as stand_in:
@@ -140,6 +142,7 @@ def test_episodes_are_uploaded_as_a_data_set(run, tmp_path):
   assert read['eval'][1]['turns'][0]['prompt'] == row['turns'][0]['prompt']
 
 
+@pytest.mark.slow
 def test_a_hub_that_refuses_is_told_in_one_line(run, tmp_path):
   config, workdir, output = run
   with hubs.stand_in() as stand_in:

@@ -92,6 +92,7 @@ def test_a_better_prompt_is_found(found):
   assert asked[0][2]['temperature'] == 1.0 and 'seed' not in asked[0][2]
 
 
+@pytest.mark.slow
 def test_a_finished_search_is_only_read_again(found, tmp_path):
   workdir, result, _ = found
   before = _played(workdir)
@@ -102,6 +103,7 @@ def test_a_finished_search_is_only_read_again(found, tmp_path):
   assert written == {f: (workdir / 'prompt_search' / f).read_bytes() for f in written}
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_behind_the_last_result(found, tmp_path):
   workdir, result, asked = found
   shutil.copytree(workdir / 'prompt_search', tmp_path / 'prompt_search')
@@ -115,6 +117,7 @@ def test_a_search_goes_on_behind_the_last_result(found, tmp_path):
   assert _played(tmp_path) == _played(workdir), 'the store holds the attempts whose scores were lost'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [

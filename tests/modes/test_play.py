@@ -189,6 +189,7 @@ def test_levels_go_on_from_the_first_and_tags_take_turns():
 
 
 @pytest.mark.parametrize('tag', TAGS)
+@pytest.mark.slow_cases('FrozenLake')
 def test_hints_lead_to_the_success_that_is_stated(tag):
   won, best = [], []
   config = _config(tag)
@@ -388,6 +389,7 @@ def test_a_level_that_cannot_be_played_is_named_in_one_line(tmp_path, tags, cont
   assert '\n' not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_flag_names_a_level(tmp_path):
   (tmp_path / 'mine.txt').write_text(LEVEL)
   played = copy_main('--mode=play', '--config=frozenlake_ppo', f'--level={tmp_path / "mine.txt"}', given='quit\n')

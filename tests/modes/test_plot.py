@@ -63,6 +63,7 @@ def test_metrics_that_no_run_has_are_left_out(tmp_path, caplog):
   assert read(workdir).series['actor/grad_norm'][0].tolist() == [1, 3, 4]
 
 
+@pytest.mark.slow
 def test_the_mode_draws_and_tells_where(tmp_path):
   runs = [write_run(tmp_path / str(seed), run_config(seed), metric_rows(seed, 5, panels=())) for seed in range(2)]
   workdirs = [f'--workdir={run}' for run in runs]

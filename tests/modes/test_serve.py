@@ -26,6 +26,7 @@ _SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_model_is_served_until_it_is_stopped(tmp_path, caplog, monkeypatch):
   monkeypatch.setenv(ADMIN_KEY, 'a-key-of-16-chars')
   caplog.set_level(logging.INFO)

@@ -272,6 +272,7 @@ def test_an_output_that_cannot_be_written_costs_no_step(tmp_path, monkeypatch):
   assert len(steps) == 2 and (tmp_path / 'full' / 'model' / 'model.safetensors').exists()
 
 
+@pytest.mark.slow
 def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
   config, workdir = whole
   monkeypatch.setattr(sft, 'record_config', lambda *a, **k: None)
@@ -285,6 +286,7 @@ def test_a_workdir_of_other_data_is_refused(whole, monkeypatch):
   assert '\n' not in str(e.value)
 
 
+@pytest.mark.slow
 def test_training_in_the_workdir_of_a_warm_start_is_refused(whole):
   config, workdir = whole
   with pytest.raises(UserError, match=r'--workdir=.*: its checkpoints belong to a warm start; choose another'):

@@ -17,6 +17,7 @@ from tests.support.configs import small_config
 from tests.support.seeing import checkpoint, seeing_config
 
 
+@pytest.mark.slow
 def test_the_tower_of_a_model_that_reads_images_is_not_trained():
   config = small_config(model__preset='qwen3-vl-2b')
   trained, frozen = lora.partition(param_state(abstract.abstract_policy(config, 'bfloat16').model))
@@ -25,8 +26,7 @@ def test_the_tower_of_a_model_that_reads_images_is_not_trained():
 
 
 @pytest.mark.parametrize('vision', ['frozen', 'trained'])
-@pytest.mark.slow_cases('trained')
-@pytest.mark.slow_cases('frozen')
+@pytest.mark.slow
 def test_the_programs_of_a_plan_read_images(tmp_path, vision):
   fields = {'model__vision': vision, 'model__separate_critic': True, 'optimizer__packing': vision == 'trained'}
   config = seeing_config(**fields, plan__prompt_tokens=90)

@@ -54,6 +54,7 @@ def _traces(trainer):
   return dict(trainer.model.sampler.traces), trainer.learner.traces, dict(trainer.scorer.traces)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive_cases('128')
 def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
   config, trainer, _, _, done, background = played
@@ -65,6 +66,7 @@ def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
   assert len(set(done)) == len(done)
 
 
+@pytest.mark.slow
 def test_an_update_compiles_nothing(played):
   _, trainer, state, selection, _, _ = played
   batch, _ = trainer.estimate(state, selection)
@@ -77,6 +79,7 @@ def test_an_update_compiles_nothing(played):
   assert _traces(trainer) == before and not _FUNCTIONS & set(found)
 
 
+@pytest.mark.slow
 def test_the_programs_of_other_caches_serve_the_sampler(played):
   """Every program that was compiled for the sampler is called as `SamplerSpeaker` does."""
   config, trainer, state, _, done, _ = played
@@ -230,6 +233,7 @@ def test_the_gradient_of_the_critic_alone_is_another_program(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(('name', 'replays'), [('score', True), ('logprobs', False)])
+@pytest.mark.slow_cases('score-True')
 def test_programs_that_replay_experts_are_compiled_with_them_and_others_without(tmp_path, monkeypatch, name, replays):
   config = small_config(**_SMALL, algorithm__replay_experts=True)
   config.model.path = random_policy(config, tmp_path, **EXPERTS).directory

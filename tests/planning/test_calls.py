@@ -146,10 +146,22 @@ def _of_the_speaker(monkeypatch, config, assumed, replies, turns, rows, shards):
   return sampler.calls, log
 
 
-@pytest.mark.parametrize('common', [0, 80])
-@pytest.mark.parametrize(('schedule', 'drop'), [('lockstep', True), ('lockstep', False), ('continuous', True)])
-@pytest.mark.parametrize('context', ['full', 'limited_multi_turn'])
-@pytest.mark.parametrize(('rows', 'shards'), [(32, 1), (32, 2), (16, 4)])
+@pytest.mark.parametrize(
+  ('rows', 'shards', 'context', 'schedule', 'drop', 'common'),
+  [
+    # Each pair of values at least once.
+    (32, 1, 'full', 'lockstep', True, 0),
+    (32, 1, 'limited_multi_turn', 'lockstep', False, 80),
+    (32, 1, 'full', 'continuous', True, 80),
+    (32, 2, 'limited_multi_turn', 'lockstep', True, 80),
+    (32, 2, 'full', 'lockstep', False, 0),
+    (32, 2, 'limited_multi_turn', 'continuous', True, 0),
+    (16, 4, 'full', 'lockstep', True, 80),
+    (16, 4, 'limited_multi_turn', 'lockstep', False, 0),
+    (16, 4, 'limited_multi_turn', 'continuous', True, 0),
+    (16, 4, 'full', 'continuous', True, 80),
+  ],
+)
 def test_calls_are_those_of_the_speaker(monkeypatch, schedule, drop, context, rows, shards, common):
   config = small_config(agent__schedule=schedule, agent__context=context, agent__decode_chunk=16, length_step=32)
   config.agent.drop_finished = drop

@@ -60,6 +60,7 @@ def test_what_fits_is_not_refused_and_a_byte_less_is(config, monkeypatch):
     ({}, {'lora__rank': 64, 'model__param_dtype': 'bfloat16'}),
   ],
 )
+@pytest.mark.slow_cases('own1-change1', 'own3-change3', 'own4-change4')
 def test_the_message_names_a_change_that_fits(config, monkeypatch, own, change):
   config = _changed(config, **own)
   limit = _need(_changed(config, **change))

@@ -126,8 +126,7 @@ def test_micro_batches_are_those_of_the_planned_memory():
 @pytest.mark.slow
 @pytest.mark.parametrize('platform', ['tpu', 'cuda'])
 @pytest.mark.parametrize('fields', [{}, {'optimizer__packing': True, 'agent__schedule': 'continuous'} | _IN_FLIGHT])
-@pytest.mark.exhaustive_cases('fields0-tpu', 'fields0-cuda')
-@pytest.mark.exhaustive_cases('fields1-cuda')
+@pytest.mark.exhaustive_cases('fields0-tpu', 'fields0-cuda', 'fields1-cuda')
 def test_every_program_lowers_for_an_accelerator(monkeypatch, platform, fields):
   """Nothing in them is for CPUs only; no compiler of the platform is needed for that."""
   lower = jax.stages.Traced.lower

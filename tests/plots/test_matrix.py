@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from ragen_jax.modes import plot
 from ragen_jax.plots import matrix
@@ -10,6 +11,7 @@ from ragen_jax.plots import runs as runs_lib
 from tests.support.made_up_runs import metric_rows, read, run_config, shown, texts_of, write_evaluation, write_run
 
 
+@pytest.mark.slow
 def test_the_matrix_has_a_row_for_what_was_trained_on_and_a_column_for_each_tag(tmp_path):
   for seed, success in ((0, 0.4), (1, 0.5)):
     run = tmp_path / f'lake{seed}'

@@ -90,6 +90,7 @@ m.run()
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_callback_that_swallows_it_is_raised_again(tmp_path):
   assert _ended(_IN_A_CALLBACK, tmp_path, 'in a callback') == (130, 'interrupted\n')
 

@@ -285,6 +285,8 @@ def test_copies_of_killed_processes_are_removed(tmp_path, monkeypatch):
 # -- Checkpoints. ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive_cases('gs')
+@pytest.mark.slow_cases('s3')
 def test_a_run_goes_on_from_its_checkpoint_in_the_bucket(url):
   for step in (1, 2, 3):
     with open_workdir(url, write=True) as workdir:
@@ -331,6 +333,7 @@ def test_the_record_of_a_checkpoint_is_amended_in_the_bucket(url):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases('gs')
 def test_a_damaged_checkpoint_in_the_bucket_is_set_aside(url, caplog):
   with open_workdir(url, write=True) as workdir:
     _save(workdir, 1)
@@ -400,6 +403,7 @@ def test_a_damaged_checkpoint_is_taken_out_of_the_bucket(store):
 
 
 @pytest.mark.parametrize(('operation', 'number'), [('upload', 1), ('upload', 2), ('delete', 1), ('delete', 2)])
+@pytest.mark.slow_cases('upload-2', 'delete-2')
 def test_a_run_that_is_killed_after_damage_goes_on_from_an_intact_checkpoint(store, monkeypatch, operation, number):
   """It is killed while the damaged checkpoint is moved, or while its step is saved again."""
   with staged(store, write=True, first=True) as workdir:

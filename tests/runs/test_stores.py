@@ -39,6 +39,7 @@ def store(request):
     yield open_store(f'{request.param}://bucket/folder/run/')
 
 
+@pytest.mark.slow_cases('gs')
 def test_objects_are_written_read_listed_and_deleted(store, tmp_path):
   assert not store.url.endswith('/')
   assert store.sizes() == {} and store.read('a') is None

@@ -80,7 +80,12 @@ def _run_turns(sampler, params, keys, rng, *, turns, sampling, rows=4, max_new=6
 
 
 @pytest.fixture(
-  scope='module', params=['qwen2', *(pytest.param(x, marks=pytest.mark.slow) for x in ('qwen3_5', 'experts', 'gemma3'))]
+  scope='module',
+  params=[
+    'qwen2',
+    pytest.param('qwen3_5', marks=pytest.mark.slow),
+    *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ('experts', 'gemma3')),
+  ],
 )
 def model(request):
   if request.param == 'qwen2':

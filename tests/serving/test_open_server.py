@@ -61,6 +61,7 @@ def chat(client, **changes):
   return client.chat.completions.create(**dict(model='policy', messages=ASK) | changes)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_reply_however_it_is_asked_for(server, policy):
   task = begin(server, mode='val')
   options = dict(seed=11, extra_body={'return_token_ids': True}, logprobs=True, top_logprobs=3)
@@ -86,6 +87,7 @@ def test_one_seed_gives_one_reply_however_it_is_asked_for(server, policy):
   assert policy.tokenizer.decode(stored[0].context).endswith('<|im_start|>assistant\n')
 
 
+@pytest.mark.slow
 def test_three_replies_differ_and_share_their_prompt(server):
   task = begin(server)
   before = server.engine.stats()
@@ -97,6 +99,7 @@ def test_three_replies_differ_and_share_their_prompt(server):
   assert after.fed_tokens - before.fed_tokens < 2 * prompt < after.prompt_tokens - before.prompt_tokens
 
 
+@pytest.mark.slow
 def test_a_conversation_feeds_only_what_is_new(server):
   task = begin(server)
   client = client_of(task)
@@ -109,6 +112,7 @@ def test_a_conversation_feeds_only_what_is_new(server):
   assert second.usage.prompt_tokens_details.cached_tokens >= expected - 1
 
 
+@pytest.mark.slow
 def test_requests_are_held_during_an_update_and_get_the_new_weights(server, policy):
   server.engine.pause(drain=True)
   task, found = begin(server), []
@@ -122,6 +126,7 @@ def test_requests_are_held_during_an_update_and_get_the_new_weights(server, poli
   assert set(server.lifecycle.store.ask(Tables.calls, task.attempt_id)[0].generated.versions.tolist()) == {5}
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_frees_its_place(server):
   server.engine.pause(drain=True)
   try:
@@ -142,6 +147,7 @@ def test_a_client_that_goes_away_frees_its_place(server):
   assert stored.generated.finish == Finish.ABORTED and stored.generated.ids == ()
 
 
+@pytest.mark.slow
 def test_a_session_is_dropped_on_the_event_loop_whichever_thread_ends_its_attempt(server, monkeypatch):
   threads, drop = [], server.service.forget
 
@@ -161,6 +167,7 @@ def test_a_session_is_dropped_on_the_event_loop_whichever_thread_ends_its_attemp
   assert server.service.sessions == known - 2
 
 
+@pytest.mark.slow
 def test_after_a_restart_local_attempts_are_played_again_and_others_go_on(policy, tmp_path):
   settings = build_agents.server_settings(_config(), policy, trains=False)
   params = param_state(policy.model)

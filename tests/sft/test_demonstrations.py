@@ -63,6 +63,7 @@ def test_the_loss_mask_of_demonstrations_is_on_replies_and_their_stop_tokens():
       assert turn.actions == list(parsed.names)[: len(turn.actions)] and turn.actions
 
 
+@pytest.mark.slow
 def test_rewards_of_demonstrations_are_on_the_last_token_of_their_turns():
   trajectory, episodes, _, tokenizer, _ = _demonstrations(_style(noise=0.2))
   ends = trajectory.loss_mask & (trajectory.tokens == tokenizer.stop_ids[0])
@@ -111,6 +112,7 @@ def test_values_are_the_best_that_is_still_to_come():
   assert (trajectory.values[~trajectory.loss_mask] == 0).all() and len(episodes) == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('form', ['state_estimation', 'transition_modeling', 'world_modeling'])
 def test_descriptions_of_demonstrations_are_true_even_if_chance_decides(form):
   _, episodes, _, _, _ = _demonstrations(

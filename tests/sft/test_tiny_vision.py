@@ -55,7 +55,7 @@ def test_a_checkpoint_of_a_fresh_model_is_read_as_it_was_made(fresh):
 
 
 @pytest.mark.parametrize('env', [FrozenLake(), Sokoban()], ids=lambda env: env.name)
-@pytest.mark.slow_cases('frozen_lake', 'sokoban')
+@pytest.mark.slow
 def test_a_tile_of_8_pixels_is_one_token_of_contrast(fresh, env):
   policy, directory = fresh
   processor = read_processor(str(directory), policy.cfg.vision)

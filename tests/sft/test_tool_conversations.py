@@ -197,7 +197,7 @@ def read_back(tokenizer, ids, mask):
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(arguments(_TEXTS), min_size=1, max_size=2), st.sampled_from(['', 'Let me see.']), st.booleans())
-@pytest.mark.slow_cases('qwen2.5-tools')
+@pytest.mark.slow_cases('qwen2.5-tools', 'qwen3-thinking', 'other-tools')
 def test_any_call_has_the_tokens_of_the_template_and_is_read_back(pair, sent, content, as_text):
   ours, theirs = pair
   # Qwen's tokenizers compose characters, which is no mistake of a call.
@@ -219,6 +219,7 @@ def test_any_call_has_the_tokens_of_the_template_and_is_read_back(pair, sent, co
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arguments(st.lists(st.one_of(_TEXTS, _TAGS), max_size=3).map(''.join)), st.lists(_TAGS, max_size=3).map(''.join))
+@pytest.mark.slow_cases('qwen2.5-tools', 'other-tools')
 def test_tags_in_texts_of_calls_and_results_never_become_tokens(pair, sent, hostile):
   ours, _ = pair
   by_token = all(tag in ours.added for tag in CALL_TAGS)

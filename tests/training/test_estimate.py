@@ -96,6 +96,7 @@ def test_kl_to_the_first_weights_enters_loss_and_reward(policy):
   assert metrics['actor/kl_loss'] == pytest.approx(kl[batch.mask].mean(), rel=1e-2)  # before the only step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('credit', ['turn', 'trajectory'])
 def test_kl_in_the_reward_lowers_the_scores_that_estimators_compare(policy, credit):
   trainer, state = learning.make_trainer(

@@ -35,7 +35,7 @@ def _learner(model, **fields):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive_cases('12')
+@pytest.mark.exhaustive_cases('12', '1')
 @pytest.mark.parametrize('size', [1, 5, 12])
 def test_the_update_does_not_depend_on_micro_batches_chunks_or_remat(size):
   model = random_model(30)
@@ -100,6 +100,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_in_numpy():
     np.testing.assert_allclose((up - down) / (2 * step), exact, rtol=0.02, atol=0.02 * norm)
 
 
+@pytest.mark.slow
 def test_the_value_head_has_its_own_learning_rate_and_both_are_scaled():
   model = random_model(30)
   batch, length = _batch(2)
@@ -125,8 +126,7 @@ def test_the_value_head_has_its_own_learning_rate_and_both_are_scaled():
   ],
 )
 @pytest.mark.exhaustive_cases('fields1-options1-0.01', 'fields2-options2-0.01')
-@pytest.mark.slow_cases('fields0-options0-0.01')
-@pytest.mark.slow_cases('fields3-options3-1e+30')
+@pytest.mark.slow_cases('fields0-options0-0.01', 'fields3-options3-1e+30')
 def test_a_step_that_is_not_finite_leaves_weights_and_optimiser_as_they_are_to_the_last_bit(fields, options, lr):
   model = random_model(30)
   batch, length = _batch(3)

@@ -131,8 +131,10 @@ _CASES = [
 
 
 @pytest.mark.parametrize(('level', 'kind', 'mode', 'episode', 'options'), _CASES)
-@pytest.mark.slow_cases('turn-k2-seq-mean-token-sum-norm-episode1-options1')
-@pytest.mark.slow_cases('sequence-k1-seq-mean-token-sum-episode2-options2', 'token-abs-token-mean-episode3-options3')
+@pytest.mark.slow_cases(
+  'turn-k2-seq-mean-token-sum-norm-episode1-options1', 'sequence-k1-seq-mean-token-sum-episode2-options2',
+  'token-abs-token-mean-episode3-options3',
+)  # fmt: skip
 def test_loss_metrics_and_gradient_are_those_of_the_plain_form(level, kind, mode, episode, options):
   """If this fails, a run learns from other gradients than its config says, though its metrics may look healthy."""
   model, batch, episode = _model(), _batch(), np.asarray(episode)

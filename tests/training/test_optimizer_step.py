@@ -206,6 +206,7 @@ def test_weights_and_state_are_donated():
 @pytest.mark.usefixtures('new_programs')
 @pytest.mark.parametrize('layers', [1, 2])
 @pytest.mark.parametrize('critic_only', [False, True])
+@pytest.mark.slow_cases('False-2', 'True-2')
 def test_a_step_runs_what_was_compiled_before(layers, critic_only):
   optimizer = learning.optimizer()
   trained = _weights(layers)
@@ -230,7 +231,9 @@ def test_a_step_runs_what_was_compiled_before(layers, critic_only):
 )  # fmt: skip
 @pytest.mark.usefixtures('new_programs')
 @pytest.mark.slow_cases('0.5-False-True')
-@pytest.mark.exhaustive_cases('1000000000.0-True-True', '1000000000.0-True-False', '0.5-True-False')
+@pytest.mark.exhaustive_cases(
+  '1000000000.0-True-True', '1000000000.0-True-False', '0.5-True-False', '0.5-False-False', '1000000000.0-False-False',
+)  # fmt: skip
 def test_parts_take_the_step_of_one_program(monkeypatch, critic_only, separate, clip):
   optimizer = learning.optimizer(
     grad_clip=clip, separate_critic=separate, weight_decay=0.1, warmup_steps=2, critic_lr=3e-2

@@ -348,7 +348,7 @@ def test_packing_changes_no_scores_and_no_gradient_of_the_critic_alone(separate)
 @pytest.mark.slow  # a minute
 @pytest.mark.usefixtures('new_programs')
 @pytest.mark.parametrize('context', ['full', 'single_turn'])
-@pytest.mark.exhaustive_cases('single_turn')
+@pytest.mark.exhaustive_cases('single_turn', 'full')
 def test_a_packed_run_learns_what_an_unpacked_one_does(policy, context):
   """Estimates and updates of the same rollout: with a row for each turn, the rows of an episode are in several bins."""
   fields = {

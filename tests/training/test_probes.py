@@ -57,6 +57,7 @@ def test_thoughts_depend_on_their_prompts(policy, played):
     assert 0 < found['mi'] <= np.log(8) and found['retrieval_top1'] > found['retrieval_top1_chance']
 
 
+@pytest.mark.slow
 def test_the_score_of_a_thought_under_its_own_prompt_is_what_the_sampler_recorded(policy, played):
   rollout, _ = played
   _, state, probes = _probes(policy, monitor__information_samples=8, optimizer__micro_batch_size=8)

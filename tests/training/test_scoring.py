@@ -54,8 +54,7 @@ def _as_images(module: ActorCritic, tokens, change=lambda x: x) -> ImageInputs:
 @pytest.mark.parametrize(
   'remat', ['none', *(pytest.param(x, marks=pytest.mark.slow) for x in ('elementwise', 'layers'))]
 )
-@pytest.mark.slow_cases('none-False', 'none-True')
-@pytest.mark.exhaustive_cases('elementwise-False', 'layers-False', 'elementwise-True', 'none-False')
+@pytest.mark.exhaustive_cases('elementwise-False', 'layers-False', 'elementwise-True', 'none-False', 'none-True')
 def test_features_that_are_embeddings_give_the_scores_and_gradients_of_the_tokens(separate, remat):
   """Each trunk reads its own table: the same numbers, and the same gradients, the embedding's too."""
   model = _separate() if separate else random_model(_VOCAB)

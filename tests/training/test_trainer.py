@@ -150,6 +150,7 @@ def test_each_epoch_iteration_and_seed_has_its_own_order_of_mini_batches(policy,
     ({'lora__rank': 4}, 'frozen', 'norm', ['sampled_logprobs', 'sampled_entropies', 'sampled_values']),
   ],
 )
+@pytest.mark.exhaustive_cases('fields1-trained-value_head-names1', 'fields2-trained-critic-names2')
 def test_bad_weights_are_caught_in_the_iteration_that_reads_them(fields, place, part, names):
   trainer, state = learning.make_trainer(build.load_policy(small_config(**fields)), **fields)
   state = state.replace(**{place: _poisoned(getattr(state, place), part)})

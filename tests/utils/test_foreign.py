@@ -64,6 +64,7 @@ def test_a_crash_names_the_environment_in_the_stack_traces():
 
 
 @pytest.mark.parametrize('workers', ['0', '1'])
+@pytest.mark.slow_cases('0')
 def test_children_of_fork_do_not_go_on_as_the_run_and_those_that_crash_or_stay_are_named(workers):
   # All processes hold the pipes of this test, so none is left when the call returns.
   hows = ('come back', 'stay', 'crash in a child', 'wait', 'stay in a process', 'daemon')
@@ -79,6 +80,7 @@ def test_children_of_fork_do_not_go_on_as_the_run_and_those_that_crash_or_stay_a
   ]
 
 
+@pytest.mark.slow
 def test_the_number_of_children_is_bounded():
   code = """
 import os, time
@@ -104,7 +106,7 @@ print(foreign.end_children())
   assert told.startswith('a: a child that it made by fork was still running at the end (pid ')
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_run_whose_environment_leaves_children_fails_at_its_end(tmp_path):
   path = tmp_path / 'config.py'

@@ -115,7 +115,7 @@ print(faults())
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='glibc')
 @pytest.mark.parametrize('given', [{}, {'MALLOC_ARENA_MAX': '4'}, {'GLIBC_TUNABLES': 'glibc.malloc.arena_max=4'}])
-@pytest.mark.slow_cases('given0', 'given1', 'given2')
+@pytest.mark.slow
 def test_arrays_of_a_thread_get_the_memory_of_freed_ones(given):
   def faults(how):
     command = [sys.executable, '-c', _FAULTS, how]

@@ -60,6 +60,7 @@ def test_hidden_modules_can_be_imported_again_afterwards(monkeypatch, tmp_path):
   assert 'json' in sys.modules
 
 
+@pytest.mark.slow
 def test_training_does_not_import_what_it_uses_nothing_of(tmp_path):
   for name in ('torch', 'boto3'):
     (tmp_path / f'{name}.py').write_text('raise SystemExit("imported")')

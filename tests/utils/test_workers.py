@@ -269,6 +269,7 @@ SIZES = [b'\xff' * 16, struct.pack('>Q', (1 << 30) + 1)]
 
 
 @pytest.mark.parametrize('data', [*SIZES, _message(Bomb()), *map(_message, LIES)], ids=range(len(LIES) + 3))
+@pytest.mark.slow_cases('1', '2', '5', '6', '8', '9', '10', '11', '13', '14', '15')
 def test_what_foreign_code_writes_to_the_connection_runs_nothing_and_is_a_fault(mortal, data):
   assert call(mortal, 'echo', 1) == (1, None)
   result, fault = call(mortal, 'meddle', data)
@@ -472,6 +473,7 @@ def test_a_copy_of_the_parent_closes_nothing(thing):
     ('take', 'start ran out of memory', 'the limit is 200 MiB; its process was ended; '),
   ],
 )
+@pytest.mark.slow_cases('hang-start took longer than 2 s-its process was ended')
 def test_a_start_that_fails_is_a_fault_and_is_tried_again(what, kind, detail, tmp_path):
   path = tmp_path / 'started'
   limit = 2.0 if what == 'hang' else LONG
@@ -518,6 +520,7 @@ def test_maps_of_several_threads_use_the_workers_that_are_idle(tmp_path):
   group.close()
 
 
+@pytest.mark.slow
 def test_calls_of_a_map_that_hang_or_crash_cost_no_other_call():
   group = Workers(THING, count=2)
   left = Fault('leave ended its process', 'exit status 7; second | third | fourth')

@@ -23,9 +23,12 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
 CHROMIUM, DRIVER = shutil.which('chromium'), shutil.which('chromedriver')
-pytestmark = pytest.mark.skipif(
-  not (CHROMIUM and DRIVER), reason='needs chromium and chromedriver (apt-get install chromium chromium-driver)'
-)
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason='needs chromium and chromedriver (apt-get install chromium chromium-driver)'
+  ),
+]
 
 
 @pytest.fixture(scope='module')

@@ -45,7 +45,8 @@ def iteration_in_windows():
   return _iteration(agent__context='limited_multi_turn', agent__context_turns=2)
 
 
-@pytest.mark.parametrize('which', ['iteration', pytest.param('iteration_in_windows', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('which', ['iteration', 'iteration_in_windows'])
 def test_pieces_are_the_sampled_tokens_and_numbers_belong_to_them(which, request):
   trainer, rollout, _, _, episodes, records = request.getfixturevalue(which)
   t, tokenizer = rollout.trajectory, trainer.model.tokenizer
@@ -65,6 +66,7 @@ def test_pieces_are_the_sampled_tokens_and_numbers_belong_to_them(which, request
       assert {name: kept[name] for name in fields} == {name: getattr(turn, name) for name in fields}
 
 
+@pytest.mark.slow
 def test_prompts_and_replies_add_up_to_what_the_model_was_fed(iteration):
   trainer, rollout, _, _, episodes, records = iteration
   t = rollout.trajectory
@@ -109,6 +111,7 @@ def test_a_reply_outside_the_loss_has_its_text_and_no_numbers():
   assert not numbers & set(record['turns'][0]) and numbers <= set(record['turns'][1])
 
 
+@pytest.mark.slow
 def test_pictures_are_those_of_the_boards(iteration):
   trainer, _, _, _, episodes, records = iteration
   env = trainer.player.proxy.envs.specs[0].env
@@ -122,6 +125,7 @@ def test_pictures_are_those_of_the_boards(iteration):
     np.testing.assert_array_equal(strip[:, -64:], shown[-1][1])
 
 
+@pytest.mark.slow
 def test_one_member_a_level_or_whole_groups(iteration):
   specs = iteration[0].player.proxy.envs.specs  # 2 groups each
   assert first_rows(specs, 4, 3, one_a_level=False) == [0, 1, 2, 8, 9, 10]
@@ -156,6 +160,7 @@ def test_pieces_join_where_bytes_are_no_characters():
     assert ''.join(pieces) == tokenizer.decode(ids) and len(pieces) == len(ids)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_are_left_empty(iteration):
   trainer, rollout, *_ = iteration
   t = rollout.trajectory

@@ -31,6 +31,7 @@ def test_combinations_of_flags_begin_with_the_fewest_changes():
   assert found[-1].name == 'command buffers +WHILE, latency-hiding scheduler on, triton GEMM off'
 
 
+@pytest.mark.slow
 def test_xla_knows_the_flags():
   """It ends the process if it does not."""
   flags = {flag for x in accelerator_decode.flag_sets() for flag in x.flags}
@@ -147,6 +148,7 @@ def test_a_job_that_raises_leaves_its_error():
   assert found['error'].startswith('UserError: ') and '/nowhere' in found['error']
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_long_is_ended_with_what_it_started_and_keeps_what_it_recorded(tmp_path, monkeypatch):
   child = tmp_path / 'child'
   program = tmp_path / 'python'
@@ -207,6 +209,7 @@ def test_parts_of_an_earlier_run_stay_if_they_are_of_the_same_machine_and_commit
   }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kernel', ['xla', 'pallas'])
 def test_kernels_for_the_cache_attend_as_einsum_does(kernel):
   rng = np.random.default_rng(0)
@@ -286,6 +289,7 @@ def test_differences_are_relative_and_nan_is_above_every_limit():
   assert accelerator_numbers.over_limits(fine | {'logits': float('nan')}) == ['logits']
 
 
+@pytest.mark.slow
 def test_an_unknown_part_is_refused():
   found = copy_python(None, '--parts=decod', name='benchmarks/accelerator.py')
   assert found.returncode == 1

@@ -178,7 +178,7 @@ def test_the_python_example_counts_its_guesses(games):
   assert set(won) == set('12345')
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_goes_on_when_the_server_dies_in_the_middle(server, tmp_path, monkeypatch, caplog):
   handler = sys.modules['my_games.server'].Handler
   original, resets, dead = handler.do_POST, [], threading.Event()

@@ -132,7 +132,7 @@ def test_python(tmp_path, tok, name, package, tool, calls, rewarded):
 
 @pytest.mark.parametrize('stream', [False, True])
 @pytest.mark.parametrize('api', ['responses', 'chat_completions'])
-@pytest.mark.exhaustive_cases('responses-True', 'chat_completions-False')
+@pytest.mark.exhaustive_cases('responses-True', 'chat_completions-False', 'chat_completions-True')
 def test_both_interfaces_of_the_agents_sdk(tmp_path, tok, api, stream):
   needs('agents')
   source = (EXAMPLES / 'openai_agents_agent.py').read_text()
@@ -175,6 +175,7 @@ client.reward(1.0, call=answers[-1].response_id)
 
 
 @pytest.mark.parametrize('api', ['responses', 'chat_completions'])
+@pytest.mark.exhaustive_cases('chat_completions')
 def test_the_agents_sdk_sends_images_of_users_and_tools(tmp_path, api):
   needs('agents')
   seeing = tokenizer(tmp_path / 'seeing', CALL_TAGS, images=True)

@@ -206,6 +206,7 @@ def test_the_function_with_a_prompt_of_the_page_plays(programs):
   assert got[0][2]['messages'] == [{'role': 'system', 'content': 'Answer.'}, {'role': 'user', 'content': '2 + 2'}]
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_plays(programs, monkeypatch):
   pytest.importorskip('openai')
   monkeypatch.chdir(programs)

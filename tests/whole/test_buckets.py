@@ -68,7 +68,7 @@ def _array(text):
   return np.zeros([int(n) for n in shape.split(',') if n], dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)  # three short runs, two of which compile all programs
 def test_a_killed_run_in_a_bucket_ends_like_a_run_on_a_disk(s3, tmp_path):
   config = small_config(num_iterations=2, **_FIELDS)

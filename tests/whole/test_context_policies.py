@@ -17,6 +17,8 @@ from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.estimators import estimating
 
+pytestmark = pytest.mark.slow
+
 MODES = {
   'limited': {'agent__context': 'limited_multi_turn', 'agent__context_turns': 2},
   'single': {'agent__context': 'single_turn', 'agent__context_turns': 3},
@@ -24,10 +26,7 @@ MODES = {
 }
 
 
-@pytest.fixture(
-  scope='module',
-  params=[*(pytest.param(name, marks=pytest.mark.slow) for name in ('limited', 'drop_oldest')), 'single'],
-)
+@pytest.fixture(scope='module', params=['limited', 'drop_oldest', 'single'])
 def played(request):
   config = small_config(train__groups=8, length_step=128, envs__FrozenLake__max_turns=5, **MODES[request.param])
   policy = build.load_policy(config)
@@ -41,7 +40,6 @@ def _rows(t):
   return np.flatnonzero(t.loss_mask.any(axis=1))
 
 
-@pytest.mark.slow_cases('single')
 def test_every_turn_is_trained_once_and_in_order(played):
   mode, trainer, _, rollout = played
   t, stop = rollout.trajectory, trainer.model.tokenizer.stop_ids[0]
@@ -119,7 +117,6 @@ def test_overlong_contexts_drop_turns_and_never_outgrow_their_columns(played):
     assert t.length.max() > 150  # it really was at the limit
 
 
-@pytest.mark.slow
 def test_a_context_too_short_for_its_window_ends_or_drops(tmp_path):
   for overlong, ended in (('end', True), ('drop_oldest', False)):
     config = small_config(
@@ -156,7 +153,6 @@ def test_gae_runs_through_the_rows_of_an_episode(played):
     np.testing.assert_allclose(batch.advantages[row][present], left - batch.old_values[row][present], atol=1e-4)
 
 
-@pytest.mark.slow
 def test_an_update_takes_whole_episodes(played):
   _, trainer, state, rollout = played
   selection = trainer.select(rollout)

@@ -60,6 +60,7 @@ def _equal(ours, theirs, **tolerance):
     np.testing.assert_allclose(a, b, **tolerance)
 
 
+@pytest.mark.slow
 def test_neither_loss_reaches_the_other_model():
   graphdef, params = nnx.split(_separate())
   batch, _ = _batch()
@@ -97,6 +98,7 @@ def test_an_update_is_that_of_two_models_each_with_its_own_clip():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('separate', [False, True])
+@pytest.mark.exhaustive_cases('True')
 def test_the_critic_can_learn_alone(separate):
   model = _separate() if separate else random_model(_VOCAB)
   before = jax.device_get(nnx.split(model)[1])
@@ -175,7 +177,7 @@ def test_a_separate_critic_begins_with_the_values_that_the_shared_one_has():
   assert metrics['critic/grad_norm'] > 0 and metrics['rollout/logprob_gap_max'] < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_a_warm_up_and_replay_goes_on_as_if_it_had_not_been_stopped(tmp_path):
   fields = {
     'optimizer__critic_warmup': 1, 'algorithm__old_logprobs': 'trainer', 'algorithm__tis_cap': 2.0, 'replay__groups': 2,

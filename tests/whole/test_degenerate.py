@@ -93,6 +93,10 @@ def policy():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('estimator', list(ESTIMATORS))
+@pytest.mark.exhaustive_cases(
+  'bi_level_gae', 'turn_wise_gae', 'reinforce_plus_plus', 'reinforce_plus_plus_baseline', 'rloo', 'brpo', 'arpo',
+  'dr_grpo',
+)  # fmt: skip
 def test_equal_rewards_give_finite_updates(policy, estimator):
   fields = _ONE | {'train.groups': 2, 'train.group_size': 2, 'algorithm.adv_estimator': estimator}
   if not ESTIMATORS[estimator].needs_critic:

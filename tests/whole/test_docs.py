@@ -210,6 +210,7 @@ def _config_of(command: str, monkeypatch) -> ConfigDict | None:
   return holder.value
 
 
+@pytest.mark.slow
 @each_page
 def test_commands_of_a_page_have_configs_that_can_run(page, monkeypatch):
   monkeypatch.chdir(ROOT)
@@ -391,6 +392,7 @@ def _without_a_system_message(tmp_path) -> str:
   return _error(ChatTokenizer, tmp_path / 'gemma')
 
 
+@pytest.mark.slow
 def test_troubleshooting_quotes_what_the_program_says(tmp_path, monkeypatch, capsys):
   page = _text(ROOT / 'docs' / 'troubleshooting.md')
   workdir = _begun_run(tmp_path, monkeypatch)

@@ -26,6 +26,8 @@ from ragen_jax.training.selection import select_rows
 from tests.support.configs import small_config
 from tests.support.speakers import context_settings, limits, scripted_tokens
 
+pytestmark = pytest.mark.slow
+
 # The same five moves as turns of so many moves each.
 CUTS = ((5,), (1, 4), (2, 3), (2, 2, 1))
 GROUPS, MEMBERS = 3, len(CUTS)
@@ -34,7 +36,6 @@ BUDGET = Budget(max_turns=ACTIONS, max_actions=ACTIONS, max_actions_per_turn=ACT
 # The estimators that compare episodes.
 COMPARING = ('grpo', 'dr_grpo', 'rloo', 'brpo', 'reinforce_plus_plus_baseline', 'gigpo')
 CONTEXTS = ('full', 'limited_multi_turn')
-_CONTEXTS = ('full', pytest.param('limited_multi_turn', marks=pytest.mark.slow))
 COINS = {'Dime': 0.1, 'Nickel': 0.05, 'Tax': -0.3, 'Third': 1 / 3}
 
 
@@ -143,8 +144,7 @@ def _assert_alike(trained, rollout, names, **changes):
   np.testing.assert_array_equal(select_rows(rollout, everything).scale, rollout.trajectory.loss_mask.any(axis=1))
 
 
-@pytest.mark.parametrize('context', _CONTEXTS)
-@pytest.mark.slow_cases('full')
+@pytest.mark.parametrize('context', CONTEXTS)
 def test_the_same_five_moves_of_sokoban_are_worth_the_same_in_any_turns(sokoban, trained, context):
   moves, _ = _shortest(sokoban[context])
   rollout = _play(sokoban[context], [_turns(own, cut) for own in moves for cut in CUTS])
@@ -154,7 +154,7 @@ def test_the_same_five_moves_of_sokoban_are_worth_the_same_in_any_turns(sokoban,
   _assert_alike(trained, rollout, COMPARING)
 
 
-@pytest.mark.parametrize('context', _CONTEXTS)
+@pytest.mark.parametrize('context', CONTEXTS)
 @pytest.mark.parametrize(
   ('credit', 'method'), [('turn', 'identity'), *(('trajectory', m) for m in ('identity', 'mean', 'mean_std'))]
 )
@@ -195,7 +195,6 @@ def _random_cuts(rng):
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**16))
-@pytest.mark.slow
 def test_any_moves_of_sokoban_are_worth_the_same_in_any_turns(sokoban, trained, seed):
   rng = np.random.default_rng(seed)
   moves = [rng.choice(Sokoban.action_names, size=ACTIONS).tolist() for _ in range(GROUPS)]
@@ -205,7 +204,6 @@ def test_any_moves_of_sokoban_are_worth_the_same_in_any_turns(sokoban, trained, 
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**16))
-@pytest.mark.slow
 def test_rewards_of_an_environment_in_python_are_worth_the_same_in_any_turns_and_order(purse, trained, seed):
   rng = np.random.default_rng(seed)
   coins = rng.choice(list(COINS), size=ACTIONS)

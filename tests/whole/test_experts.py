@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
   ],
   ids=['packed', 'windows', 'computed again, GSPO', 'separate critic', 'behind memories', 'adapters'],
 )
-@pytest.mark.exhaustive_cases('windows', 'computed again, GSPO', 'separate critic', 'adapters')
+@pytest.mark.exhaustive_cases('windows', 'computed again, GSPO', 'separate critic', 'adapters', 'behind memories')
 def test_an_iteration_has_the_log_probs_of_the_sampler(tmp_path, fields, shape):
   config = small_config(agent__max_response_tokens=12, envs__FrozenLake__max_turns=2, **fields)
   saved = random_policy(config, tmp_path, **shape)
@@ -110,7 +110,7 @@ def _others(experts, of):
   ],
   ids=['packed', 'windows', 'adapters behind memories', 'separate critic'],
 )
-@pytest.mark.exhaustive_cases('windows', 'separate critic')
+@pytest.mark.exhaustive_cases('windows', 'separate critic', 'adapters behind memories')
 def test_the_update_uses_the_experts_that_the_sampler_recorded(tmp_path, fields, shape):
   # One step, so that its metrics are those of the first weights.
   fields = fields | {'algorithm__old_logprobs': 'trainer', 'optimizer__mini_batch_size': 16}
@@ -156,6 +156,7 @@ def test_the_update_uses_the_experts_that_the_sampler_recorded(tmp_path, fields,
   assert metrics['rollout/logprob_gap_max'] > 1e-2  # the sampler's log-probs are those of its own choices
 
 
+@pytest.mark.exhaustive
 def test_replay_changes_no_number_where_the_choices_are_the_same(tmp_path):
   # One step, because routers of other weights choose otherwise.
   config, policy = _replaying(tmp_path, optimizer__packing=True, optimizer__mini_batch_size=16)

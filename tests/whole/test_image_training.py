@@ -39,7 +39,7 @@ def _played(config, directory, family, monkeypatch):
 
 
 @pytest.mark.parametrize(('family', 'packing'), [(QWEN2_5_VL, True), (QWEN3_VL, False), (QWEN3_5, True)])
-@pytest.mark.exhaustive_cases('qwen3_vl-False')
+@pytest.mark.exhaustive_cases('qwen3_vl-False', 'qwen2_5_vl-True')
 def test_the_gradient_of_a_trained_tower_is_that_of_finite_differences(tmp_path, monkeypatch, family, packing):
   config = seeing_config(model__vision='trained', optimizer__packing=packing, **_FIELDS)
   trainer, state, selected, batch, metrics = _played(config, tmp_path, family, monkeypatch)
@@ -113,7 +113,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, vision):
   ('vision', 'processes', 'shapes'),
   [('frozen', 1, ['2x2x2']), ('frozen', 2, ['2x1x1', '1x1x2']), ('trained', 2, ['1x2x1'])],
 )
-@pytest.mark.exhaustive_cases('frozen-2-shapes1', 'frozen-1-shapes0')
+@pytest.mark.exhaustive_cases('frozen-2-shapes1', 'frozen-1-shapes0', 'trained-2-shapes2')
 def test_meshes_and_processes_give_the_same_answer(tmp_path, vision, processes, shapes, monkeypatch):
   fields = {
     'envs__FrozenLake__observation': 'image', 'agent__max_response_tokens': 6, 'agent__max_context': 256,
@@ -129,7 +129,7 @@ def test_meshes_and_processes_give_the_same_answer(tmp_path, vision, processes, 
 
 
 @pytest.mark.parametrize('vision', ['frozen', 'trained'])
-@pytest.mark.exhaustive_cases('frozen')
+@pytest.mark.exhaustive_cases('frozen', 'trained')
 def test_rows_that_share_images_give_the_gradient_of_rows_by_themselves(tmp_path, monkeypatch, vision):
   config = seeing_config(model__vision=vision, optimizer__packing=True, **_FIELDS)
   trainer, state, selected, batch, _ = _played(config, tmp_path, QWEN2_5_VL, monkeypatch)

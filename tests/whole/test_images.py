@@ -20,7 +20,8 @@ from ragen_jax.utils.errors import UserError
 from tests.support import learning
 from tests.support.seeing import act_at_random, seeing_config, seeing_policy
 
-_slow = pytest.mark.slow
+pytestmark = pytest.mark.slow
+
 MODES = {
   'full': {'agent__schedule': 'lockstep'},
   'limited': {'agent__context': 'limited_multi_turn', 'agent__context_turns': 2},
@@ -34,10 +35,12 @@ MODES = {
   scope='module',
   params=[
     (QWEN3_VL, 'full'),
-    *[pytest.param((family, 'full'), marks=_slow) for family in (QWEN2_5_VL, QWEN3_5)],
+    *[pytest.param((family, 'full'), marks=pytest.mark.exhaustive) for family in (QWEN2_5_VL, QWEN3_5)],
     # Rows that come and go, and other rows than those that were sampled first.
-    pytest.param((QWEN3_5, 'single'), marks=_slow),
-    *[pytest.param((QWEN3_VL, mode), marks=_slow) for mode in list(MODES)[1:]],
+    (QWEN3_5, 'single'),
+    (QWEN3_VL, 'limited'),
+    (QWEN3_VL, 'single'),
+    pytest.param((QWEN3_VL, 'drop_oldest'), marks=pytest.mark.exhaustive),
   ],
   ids='-'.join,
 )
@@ -60,7 +63,6 @@ def _runs(shown: np.ndarray) -> list[tuple[int, int]]:
   return [(int(part[0]), len(part)) for part in np.split(shown, cuts) if part[0] >= 0]
 
 
-@pytest.mark.slow_cases('qwen3_vl-full')
 def test_rows_show_the_images_of_their_turns_in_their_columns(played):
   trainer, _, rollout = played
   t, tokenizer = rollout.trajectory, trainer.model.tokenizer
@@ -139,7 +141,6 @@ def test_rows_whose_placeholders_are_not_those_of_their_images_are_refused(playe
     sight.inputs(state.params, t, larger)
 
 
-@pytest.mark.slow_cases('qwen3_vl-full')
 def test_an_update_trains_the_decoder_and_not_a_frozen_tower(played):
   trainer, state, rollout = played
   selected = trainer.select(rollout)
@@ -178,7 +179,6 @@ def test_the_number_of_different_images_changes_no_program(played):
   assert traces[0] == traces[1] == traces[2] and traces[0][1] > 0
 
 
-@_slow
 def test_a_reply_after_the_prompt_of_another_sees_its_images(played):
   trainer, state, rollout = played
   t, found = rollout.trajectory, {}  # the last reply of a row for each prompt

@@ -69,6 +69,7 @@ def test_a_sampler_in_8_bits_is_made_anew_after_each_update_and_its_gap_is_weigh
     assert 0.5 < line['rollout/importance_mean'] < 2
 
 
+@pytest.mark.slow
 def test_what_has_8_bits_is_said_and_the_rest_of_a_run_has_the_weights():
   policy = build.load_policy(small_config(**COPY))
   params = param_state(policy.model)
@@ -84,6 +85,7 @@ def test_what_has_8_bits_is_said_and_the_rest_of_a_run_has_the_weights():
   assert policy.describe().split(',')[0] == plain.describe().split(',')[0]  # scales are no parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fields', [BASE | {'model__param_dtype': 'bfloat16'}, COPY])
 def test_the_plan_counts_the_bytes_of_the_arrays(fields):
   config = small_config(**fields, model__dtype='float32', plan__memory_gb=1e-6)

@@ -348,6 +348,7 @@ def test_skypilot_refuses_a_task_with_a_wrong_field_and_one_without_a_workdir(tm
 # 4 nodes of 8 GPUs, and a slice of 16 chips.
 @pytest.mark.slow
 @pytest.mark.parametrize(('script', 'devices'), [('launch/slurm.sbatch', 32), ('launch/tpu_vm.sh', 16)])
+@pytest.mark.exhaustive_cases('launch/tpu_vm.sh-16')
 def test_the_command_that_a_script_shows_is_one_that_runs(shape, script, devices):
   arguments = _example(script)
   assert len(arguments) == 4

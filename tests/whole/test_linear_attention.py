@@ -12,8 +12,9 @@ from ragen_jax.models.value_head import ActorCritic
 from tests.support.configs import small_config
 from tests.support.models import HYBRID, WIDE_HYBRID, random_model, random_policy
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(
   'fields',
   [

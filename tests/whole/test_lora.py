@@ -103,7 +103,7 @@ _BANDIT = dict(
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_as_it_was(tmp_path, monkeypatch):
   """From one pull in seven at the wrong arm to hardly any; the KL's reference shares the base."""
   config = small_config(
@@ -237,7 +237,7 @@ for (path, a), (_, b) in zip(nnx.to_flat_state(one), nnx.to_flat_state(many), st
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_mesh_changes_nothing_with_adapters():
   copy_python(_ON_A_MESH, devices=8, check=True)
 

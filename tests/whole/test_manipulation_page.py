@@ -60,7 +60,7 @@ def test_rows_of_the_tasks_have_their_tags():
   assert {options.task for options in envs.values() if options.type == 'manipulation'} == set(TASKS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_picture_is_fresh():
   shown = np.asarray(Image.open(io.BytesIO(make_tables.SHEET.read_bytes()))).astype(int)
   made = make_tables.sheet().astype(int)

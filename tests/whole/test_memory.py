@@ -33,6 +33,8 @@ from tests.support.configs import small_config
 from tests.support.models import EXPERTS, HYBRID, random_model, random_policy
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 # Of the programs that memory_worker.py compiles: float32 logits of all sampled tokens, four times those of the larger
 # chunk, and logits of a whole prompt.
 LOGITS = memory_worker.ROWS * memory_worker.REPLIES * memory_worker.VOCAB * 4
@@ -51,7 +53,6 @@ def compiled():
   return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_in_chunks_no_program_holds_the_logits_of_all_tokens(compiled):
   for program in ('accumulate', 'score'):
@@ -65,32 +66,27 @@ def test_in_chunks_no_program_holds_the_logits_of_all_tokens(compiled):
     assert compiled['chunk_128_twice'][program] < 1.1 * one
 
 
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_prompt_makes_no_logits(compiled):
   assert compiled['rollout']['extend'] * 8 < PROMPT_LOGITS / 4  # of all eight devices together
 
 
-@pytest.mark.slow
 def test_recomputed_layers_keep_less(compiled):
   assert compiled['remat']['accumulate'] < 0.5 * compiled['keep']['accumulate']
 
 
-@pytest.mark.slow
 def test_attention_in_blocks_holds_no_scores_of_all_queries(compiled):
   scores = 8 * 8 * 1024 * 1024 * 4
   assert compiled['attention_whole'] > 2 * scores
   assert compiled['attention_blocks'] < scores / 4
 
 
-@pytest.mark.slow
 def test_on_a_mesh_each_device_works_on_its_own_rows(compiled):
   """Eight devices, eight rows, weights divided: an eighth of the activations, which the compiler does not see to."""
   assert compiled['fsdp']['accumulate'] < compiled['one_device']['accumulate'] / 5
   assert compiled['fsdp_left_alone']['accumulate'] > compiled['one_device']['accumulate'] / 3
 
 
-@pytest.mark.slow
 def test_the_plan_is_what_a_mesh_of_eight_really_holds(compiled):
   real, planned = compiled['real'], compiled['real']['planned']
   assert planned['weights (float32)'] == real['params']
@@ -109,7 +105,6 @@ def _config(**fields):
   return small_config(**small | {'model__dtype': 'float32'} | fields)
 
 
-@pytest.mark.slow
 def test_the_plan_is_what_one_device_really_holds():
   config = _config(model__attention='einsum')  # of the plan; by default one CPU device attends row by row
   policy = build.load_policy(config)
@@ -159,7 +154,6 @@ def test_adapters_and_a_separate_critic_are_counted():
   assert kinds['reference weights'] == sum(x.nbytes for x in jax.tree.leaves(trained['policy']))
 
 
-@pytest.mark.slow
 def test_the_states_of_linear_attention_are_counted_beside_the_cache(tmp_path):
   config = _config(plan__memory_gb=1e-6)
   policy = random_policy(config, tmp_path, **HYBRID)
@@ -222,7 +216,6 @@ def _learner(made, **loss):
   return learning.learner(made, memory_worker.optimizer(), **loss)
 
 
-@pytest.mark.slow
 def test_the_update_reuses_what_it_is_given():
   made = random_model(40)
   learner, batch = _learner(made), _random_batch()
@@ -242,7 +235,6 @@ def test_the_update_reuses_what_it_is_given():
   assert all(x.is_deleted() for x in jax.tree.leaves(donated) if x.size)
 
 
-@pytest.mark.slow
 def test_the_sampler_reuses_its_cache():
   made = random_model(40)
   sampler, params = Sampler(made, stop_ids=(7,)), nnx.split(made)[1]
@@ -262,7 +254,6 @@ def test_the_sampler_reuses_its_cache():
   assert not any(x.is_deleted() for x in jax.tree.leaves((moved, params)))
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_holds_no_weights_but_its_own(tmp_path, monkeypatch):
   config, given, init = _config(num_iterations=1, eval__greedy_too=False), [], Trainer.init
   monkeypatch.setattr(Trainer, 'init', lambda self: given.append(init(self)) or given[-1])
@@ -274,7 +265,6 @@ def test_a_run_that_goes_on_holds_no_weights_but_its_own(tmp_path, monkeypatch):
 # -- Types -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_weights_are_float32_activations_bfloat16_and_logits_float32():
   cfg = random_model(40).policy.cfg
   made = ActorCritic(Qwen(cfg, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -312,7 +302,6 @@ def test_the_weights_cast_to_bfloat16_are_kept_for_the_backward_pass_only_withou
 # -- The same numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_micro_batches_and_chunks_change_no_step():
   """Two rows at a time in chunks of 5 columns: the weights and metrics of eight rows at once."""
   batch, made = _random_batch(), random_model(40)

@@ -118,7 +118,7 @@ def _assert_same(many, one):
   ],
   ids=['memories', 'experts', 'windows', 'experts of neighbours'],
 )
-@pytest.mark.exhaustive_cases('memories', 'experts', 'windows')
+@pytest.mark.exhaustive_cases('memories', 'experts', 'windows', 'experts of neighbours')
 def test_eight_devices_change_nothing_for_other_kinds_of_layers(tmp_path, monkeypatch, shape, fields):
   source = presets.resolve('tiny', '')
   tiny = read_config(source)
@@ -160,7 +160,7 @@ def _assert_restored(found, saved):
     np.testing.assert_array_equal(found[name.replace('saved', 'restored')], saved[name])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_two_processes_change_nothing(tmp_path, model, one_device):
   # First each plays half of the rows and holds half of the weights, in two ways; then both play the same rows, with

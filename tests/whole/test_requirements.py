@@ -54,6 +54,7 @@ def _distributions(packages, providers=None):
 PROGRAM = ('ragen_jax', 'configs', 'benchmarks', 'main.py')
 
 
+@pytest.mark.slow
 def test_every_requirement_is_imported():
   unused = set(_requirements('requirements.txt')) - _distributions(_imported(*PROGRAM))
   assert unused == STARTED_BY_USERS | IMPORTED_BY_OTHERS

@@ -51,6 +51,7 @@ def _found(source: str) -> list[str]:
   return found
 
 
+@pytest.mark.slow
 def test_no_source_reads_objects_or_runs_text():
   files = [*(ROOT / 'ragen_jax').rglob('*.py'), *(ROOT / 'configs').glob('*.py'), *(ROOT / 'docs').rglob('*.py')]
   files += [ROOT / 'main.py', ROOT / 'setup.py']

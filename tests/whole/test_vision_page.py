@@ -35,6 +35,7 @@ def test_the_contact_sheet_is_fresh_and_shows_every_tile():
   assert len({env.name for env in codes}) == 5
 
 
+@pytest.mark.slow
 def test_the_example_draws_what_its_comment_says():
   (code,) = [c for c in re.findall(r'```python\n(.*?)```', PAGE, re.DOTALL) if 'pixels' in c]
   names = {}
@@ -78,7 +79,7 @@ def test_the_forms_and_the_sentences_of_the_page():
   assert sum(counts.sum() for counts in read_claims(PAGE.split('## The state reward')[1]).values()) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_table_of_floors_is_that_of_the_benchmark(monkeypatch):
   record = json.loads((ROOT / 'benchmarks' / 'results' / 'description_floors.json').read_text())
   cases, floor = record['cases'], record['floor']

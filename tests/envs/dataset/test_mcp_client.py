@@ -128,6 +128,7 @@ def test_a_program_that_dies_says_why_and_all_its_calls_have_gone():
     assert call(client, 'plain')[0][0] == AWAY
 
 
+@pytest.mark.slow
 def test_a_message_without_an_end_is_not_kept():
   with connect() as client:
     began = time.monotonic()

@@ -480,6 +480,7 @@ def has_ended(pid, patience=10.0):
   return not pathlib.Path(f'/proc/{pid}').exists()
 
 
+@pytest.mark.slow
 @needs_mcp
 def test_an_episode_with_a_program(tmp_path):
   (tmp_path / 'questions.jsonl').write_text('{"question": "2 + 3?", "answer": "5"}\n', encoding='utf-8')
@@ -572,6 +573,7 @@ def test_rows_in_threads_call_a_program_at_the_same_time():
   close(box)
 
 
+@pytest.mark.slow
 @needs_mcp
 def test_a_server_that_says_nothing_is_one_line_and_leaves_no_process(tmp_path):
   box = make_toolbox((f'mcp:{sys.executable} {RAW} mute',), {'mcp': {'start_timeout_s': 3.0}})
@@ -583,6 +585,7 @@ def test_a_server_that_says_nothing_is_one_line_and_leaves_no_process(tmp_path):
 @needs_mcp
 @pytest.mark.parametrize('how', ['ends', 'is killed'])
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases('ends')
 def test_a_program_and_its_children_end_with_the_run(how, tmp_path):
   code = (
     'import sys, os, signal; from ragen_jax.envs.dataset.tool_use import make_toolbox; '

@@ -74,6 +74,7 @@ for path in ('/dev/stdin', '/proc/self/fd/0'):
     ('class A:\n  def __del__(self): raise ValueError\nA()\nx = A()', {}, 'ok'),
   ],
 )
+@pytest.mark.slow_cases('while True: pass-limits0-timeout')
 def test_limits_have_named_verdicts(sandbox, program, limits, verdict):
   outcome = run(sandbox, program, **limits)
   assert outcome.verdict == verdict

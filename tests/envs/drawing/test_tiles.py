@@ -98,7 +98,7 @@ def test_wrong_sizes_are_named(tile):
 
 
 @each
-@pytest.mark.slow_cases('sokoban')
+@pytest.mark.slow_cases('sokoban', 'sudoku')
 def test_images_have_the_stated_size_and_tiles_differ(env):
   states = _levels(env)
   rows, columns = env.image_grid
@@ -110,6 +110,7 @@ def test_images_have_the_stated_size_and_tiles_differ(env):
 
 
 @each
+@pytest.mark.slow_cases('sokoban')
 def test_jit_and_vmap_do_not_change_an_image_and_equal_boards_have_equal_images(env):
   states = _levels(env)
   images, texts = draw(env, states, 28), env.render(states)

@@ -219,6 +219,10 @@ LIES = {
 
 
 @pytest.mark.parametrize('name', LIES)
+@pytest.mark.slow_cases(
+  'no object', 'no data', 'an error without data', 'null for text', 'done that is missing', 'success that is missing',
+  'a reward that is text', 'bytes that are no text',
+)  # fmt: skip
 def test_a_lie_is_a_fault_of_its_row_and_others_go_on(server, name):
   lie, kind = LIES[name]
   session = connect(server).open(3)

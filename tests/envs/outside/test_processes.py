@@ -94,6 +94,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize('action', ENDS)
+@pytest.mark.slow_cases('hold')
 def test_a_game_that_ends_its_process_costs_the_rows_of_that_process_only(action):
   kind, detail = ENDS[action]
   env = make('Wild', memory_mib=200, step_timeout_s=3.0 if 'took' in kind else LONG)
@@ -140,6 +141,7 @@ def test_output_of_a_game_disturbs_nothing(capfd):
 
 
 @pytest.mark.parametrize(('seed', 'kind'), [(900, 'reset took longer than 3 s'), (800, 'reset ended its process')])
+@pytest.mark.slow_cases('900-reset took longer than 3 s')
 def test_a_reset_that_ends_its_process_costs_its_row_only(seed, kind, tmp_path):
   path = tmp_path / 'notes'
   limit = 3.0 if seed == 900 else LONG
@@ -245,6 +247,7 @@ def test_sessions_share_the_processes_and_leave_nothing_in_them(tmp_path):
     ({'processes': 1, 'class_path': 'nowhere:Game'}, "class_path='nowhere:Game' cannot be imported"),
   ],
 )
+@pytest.mark.slow_cases('options15-class_path=.*Choosy. cannot be used in a process \\\\(describe took longer than 3 s')
 def test_wrong_options_are_named_in_one_line(options, message):
   with raises_one_line(message):
     registry.make('python', {'class_path': f'{LIGHT}:Choosy'} | options)

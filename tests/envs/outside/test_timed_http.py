@@ -28,6 +28,7 @@ def test_an_answer_in_time_is_read_whole_and_the_socket_is_closed():
 
 
 @pytest.mark.parametrize('parts', [(drip, b'HTTP/1.1 200 OK\r\nX: ', b'y'), (drip, b'HTTP/1.1 100 Continue\r\n\r\n')])
+@pytest.mark.slow_cases('parts1')
 def test_the_limit_is_that_of_the_whole_exchange(parts, monkeypatch):
   clock = stop_clock(monkeypatch, 'ragen_jax.envs.outside.timed_http')
   write, *rest = parts

@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 import numpy as np
+import pytest
 
 from ragen_jax.envs import countdown
 from tests.support.environments import make_levels
@@ -53,6 +54,7 @@ def test_solutions_are_what_brute_force_finds():
   np.testing.assert_array_equal(ENV.optimal(after, BUDGET), after.success)
 
 
+@pytest.mark.slow
 def test_largest_levels():
   levels = make_levels(WIDE)
   assert set((levels.numbers > 0).sum(1)) == {2, 3, 4, 5}

@@ -20,6 +20,7 @@ from tests.support.games.frozen_lake import VARIANTS, distances, gymnasium_table
 
 
 @pytest.mark.parametrize('options', VARIANTS)
+@pytest.mark.slow_cases('options2', 'options3', 'options4', 'options5')
 def test_transition_probabilities_are_gymnasiums(options):
   env = FrozenLake(**options)
   levels = make_levels(env, 8)
@@ -66,6 +67,7 @@ def brute_force(chance, goal, hole, budget, discount=1.0):
 
 
 @pytest.mark.parametrize('options', [{}, {'success_rate': 0.7}, {'is_slippery': False}])
+@pytest.mark.slow_cases('options0', 'options2')
 def test_optimum_is_what_brute_force_finds(options):
   env = FrozenLake(size=3, p=0.75, **options)
   levels = make_levels(env, 4)
@@ -136,7 +138,7 @@ def play(env, solution, levels, budget, episodes):
 
 
 @pytest.mark.parametrize('options', [{}, {'success_rate': 0.8, 'size': 5}])
-@pytest.mark.slow_cases('options0', 'options1')
+@pytest.mark.slow
 def test_its_own_play_reaches_the_optimum(options):
   env, budget, episodes = FrozenLake(**options), Budget(), 120
   levels = make_levels(env, 64)

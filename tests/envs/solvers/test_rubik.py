@@ -82,6 +82,7 @@ def test_plans_reach_what_is_said_of_them(budget):
   assert not solution.value(states, np.zeros(180), np.full(180, budget.max_actions)).any()
 
 
+@pytest.mark.slow
 def test_deep_cubes_are_solved_from_wherever_they_are_turned_to():
   env, budget, rng = Rubik2x2(scramble_depth=14, exact_distance=True), Budget(8, 40, 5), np.random.default_rng(0)
   states = make_levels(env, 40)

@@ -37,7 +37,7 @@ def search(request, monkeypatch):
 
 
 @pytest.mark.parametrize(('env', 'count'), [(SMALL, 200), (LARGE, 10)], ids=['small', 'large'])
-@pytest.mark.slow_cases('table-large')
+@pytest.mark.slow_cases('table-large', 'forward-large')
 def test_lengths_are_those_of_a_plain_search(env, count, search):
   # Fresh levels, and positions that random play has come to, many of them lost.
   _, _, afters, _ = random_play(env, count=count)
@@ -65,6 +65,7 @@ def test_success_counts_the_budget(search):
 
 
 @pytest.mark.parametrize(('env', 'count'), [(SMALL, 200), (LARGE, 30)], ids=['small', 'large'])
+@pytest.mark.slow_cases('forward-small', 'table-large')
 def test_plans_solve_all_that_can_be_solved(env, count, search):
   states = fresh(env, count)
   budget = Budget(max_turns=3, max_actions=6, max_actions_per_turn=2)

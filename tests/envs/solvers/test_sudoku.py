@@ -46,6 +46,7 @@ def play(env, solution, states, budget):
     (LARGE, Budget(9, 60, 5), 0),
   ],
 )
+@pytest.mark.slow_cases('env4-budget4-1')
 def test_plans_reach_what_is_said_of_them(env, budget, success):
   levels = jax.tree.map(lambda leaf: leaf[:16], make_levels(env, 40))
   solution = env.solve(levels, budget)

@@ -187,6 +187,7 @@ assert_identical(params, random_params(EXPERTS))
 """
 
 
+@pytest.mark.slow
 def test_experts_go_to_their_devices(saved):
   _together(saved)
   done = copy_python(_DIVIDED, str(saved), 'frozen', devices=8)

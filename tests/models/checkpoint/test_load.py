@@ -253,6 +253,7 @@ print(json.dumps({'grown': peak - before, 'stays': stays, 'noise': peak_before -
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='reads its memory from /proc')
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+@pytest.mark.exhaustive_cases('bfloat16')
 def test_loading_holds_no_more_than_what_stays_and_a_part_of_a_shard(tmp_path, checkpoint, dtype):
   # 10 layers of 11 million weights and an embedding of 17 million.
   fields = {'vocab_size': 16384, 'hidden_size': 1024, 'intermediate_size': 2816, 'num_layers': 10}

@@ -92,7 +92,7 @@ def peft():
   [SMALL, SMALL3, HYBRID, GEMMA, *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (EXPERTS, HYBRID_EXPERTS))],
   ids=['qwen2', 'qwen3', 'qwen3_5', 'gemma3', 'qwen3_moe', 'qwen3_5_moe'],
 )
-@pytest.mark.slow_cases('qwen3_5', 'gemma3')
+@pytest.mark.slow_cases('qwen3_5', 'gemma3', 'qwen3')
 @pytest.mark.exhaustive_cases('qwen3_moe')
 def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_path, cfg, peft):
   import torch
@@ -140,6 +140,7 @@ def test_peft_opens_our_adapters_and_gives_the_same_logits_and_gradients(tmp_pat
   [SMALL, HYBRID, *(pytest.param(cfg, marks=pytest.mark.slow) for cfg in (EXPERTS, HYBRID_EXPERTS, GEMMA))],
   ids=['qwen2', 'qwen3_5', 'qwen3_moe', 'qwen3_5_moe', 'gemma3'],
 )
+@pytest.mark.slow_cases('qwen3_5')
 def test_adapters_that_peft_wrote_are_loaded(tmp_path, cfg, peft):
   import torch
   from transformers import AutoModelForCausalLM

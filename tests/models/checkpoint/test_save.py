@@ -49,8 +49,8 @@ EVERY = {
 
 
 @pytest.mark.parametrize('cfg', EVERY.values(), ids=EVERY)
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
-@pytest.mark.parametrize('max_shard_bytes', [1 << 30, 3000], ids=['single', 'sharded'])
+@pytest.mark.parametrize(('dtype', 'max_shard_bytes'), [('float32', 1 << 30), ('bfloat16', 3000), ('float16', 3000)])
+@pytest.mark.slow_cases(*(f'float16-3000-{name}' for name in EVERY if name != 'qwen3'))
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, cfg, dtype, max_shard_bytes):
   params = random_params(cfg, dtype)
   save_model(str(tmp_path / 'out'), params, cfg, dtype, max_shard_bytes=max_shard_bytes)
@@ -75,6 +75,7 @@ def test_a_loaded_model_has_its_dtypes_and_a_pure_dict_can_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize('cfg', EVERY.values(), ids=EVERY)
+@pytest.mark.slow_cases('llama', 'qwen3', 'qwen3_5', 'qwen3_moe')
 def test_transformers_opens_an_export_and_gives_the_same_logits(tmp_path, tokenizer_dir, cfg, transformers):
   import torch
 
@@ -127,7 +128,7 @@ def test_the_value_head_lies_beside_the_model(tmp_path, checkpoint):
 
 
 @pytest.mark.parametrize('cfg', [SMALL, SMALL3], ids=['tied', 'untied'])
-@pytest.mark.slow_cases('tied')
+@pytest.mark.slow
 def test_a_critic_lies_in_a_directory_of_the_model_s_and_has_no_output_projection(tmp_path, cfg):
   out, shape = str(tmp_path / 'out'), trunk_config(cfg)
   own, head = random_params(shape, seed=7), ValueHead(16)

@@ -121,6 +121,7 @@ def _renamed(directory: str, target: pathlib.Path, *pairs: tuple[str, str]) -> s
   return str(target)
 
 
+@pytest.mark.slow_cases('qwen3_vl')
 def test_names_of_older_and_newer_transformers_are_read(pair, tmp_path):
   nested = (('visual.', 'model.visual.'), ('model.', 'model.language_model.'))
   pairs = nested if pair.family == QWEN2_5_VL else [(b, a) for a, b in nested]
@@ -205,6 +206,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(pair, tmp_path, trans
   assert cfg.rope_sections == {QWEN2_5_VL: (16, 24, 24), QWEN3_VL: (24, 20, 20)}.get(pair.family, (6, 5, 5))
 
 
+@pytest.mark.slow_cases('qwen2_5_vl')
 def test_peft_opens_adapters_of_the_decoder(pair, tmp_path):
   import torch
 

@@ -162,6 +162,7 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(pair, rows):
     assert 1e-3 < errors[0] < 1.2 * errors[1]
 
 
+@pytest.mark.slow_cases('qwen3_vl')
 def test_rows_do_not_see_the_images_of_others(pair, rows):
   batch = batch_of(pair.ours, rows)
   changed = batch.patches | {SMALL: batch.patches[SMALL] + np.arange(3)[:, None, None] // 2}  # the last small image
@@ -208,6 +209,7 @@ PROMPT = 68
 @_QWEN2_5_IS_SLOW
 @pytest.mark.usefixtures('new_programs')
 @pytest.mark.slow_cases('qwen3_vl', 'qwen3_5')
+@pytest.mark.exhaustive_cases('qwen2_5_vl')
 def test_greedy_replies_over_three_turns_with_an_image_each_are_those_of_the_whole_rows(pair):
   model, cfg = pair.ours, pair.ours.cfg.vision
   policy = ActorCritic(model)
@@ -327,7 +329,7 @@ def test_gradients_are_those_of_transformers_and_of_finite_differences(pair, los
 
 
 @_QWEN2_5_IS_SLOW
-@pytest.mark.slow_cases('qwen3_5')
+@pytest.mark.slow_cases('qwen3_5', 'qwen3_vl')
 def test_a_frozen_tower_gets_no_gradient_and_the_others_do(pair, loss_and_gradient):
   loss, _, params, _, _ = loss_and_gradient
   graphdef, own = nnx.split(pair.ours)
@@ -397,8 +399,8 @@ np.savez(out, loss=loss, **flat)
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(2, 2, 2), (1, 8, 1)])
 @pytest.mark.exhaustive_cases(
-  'qwen2_5_vl-mesh0', 'qwen2_5_vl-mesh1', 'qwen3_vl-mesh0', 'qwen3_5-mesh1', 'qwen3_5_moe-mesh0', 'qwen3_5_moe-mesh1'
-)
+  'qwen2_5_vl-mesh0', 'qwen2_5_vl-mesh1', 'qwen3_vl-mesh0', 'qwen3_5-mesh1', 'qwen3_5_moe-mesh0', 'qwen3_5_moe-mesh1',
+)  # fmt: skip
 def test_eight_devices_see_the_same(pair, tmp_path, mesh):
   def run(name, *mesh):
     done = subprocess.run(

@@ -64,6 +64,7 @@ def _tower(cfg: VisionConfig, dtype=jnp.float32) -> VisionTower:
 
 
 @pytest.mark.parametrize('full', [(), (1,), (0, 1, 2)])
+@pytest.mark.slow_cases('full1', 'full2')
 def test_blocks_attend_within_windows_but_for_those_that_attend_to_the_whole_image(full):
   tower = _tower(dataclasses.replace(_SMALL, full_blocks=full))
   patches = np.random.default_rng(1).normal(size=(1, 64, _SMALL.patch_values)).astype(np.float32)

@@ -41,6 +41,7 @@ def check_reply(sampler, params, reply, row, prompt):
   np.testing.assert_allclose(reply.logprobs[row, :n], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('new_programs')
 def test_rows_are_fed_in_pieces_of_any_width_and_nothing_new_is_compiled():
   sampler, params = small_sampler()

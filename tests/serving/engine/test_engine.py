@@ -99,6 +99,7 @@ def same(a, b):
   assert [[i for i, _ in t] for t in a.top] == [[i for i, _ in t] for t in b.top]
 
 
+@pytest.mark.slow
 def test_a_reply_does_not_depend_on_what_is_sampled_beside_it_nor_on_what_was_before(sampler_and_params):
   """One at a time, all at once, in another order, on warm slots, and with chunks and widths of other sizes."""
   requests = mixed_requests()
@@ -448,6 +449,7 @@ def test_a_listener_may_submit_and_cancel_but_not_wait_for_the_engine(shared):
 # -- pauses and weights ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pause_holds_running_and_waiting_calls_and_changes_no_reply(gated, background, endless):
   engine, gate = gated
   asked = [long_request(p) for p in prompts(3, 20, seed=13)]

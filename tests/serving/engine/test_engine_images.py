@@ -98,6 +98,7 @@ def test_a_conversation_reads_each_image_once(policy):
     assert reply.cached_tokens == len(third.prompt) - 2
 
 
+@pytest.mark.exhaustive_cases('qwen2_5_vl')
 def test_another_image_in_the_same_columns_is_read(policy):
   with _engine(policy, slots=1) as engine:
     asked = [_asked(policy, [9, 10], _image(number, 3, 3), [12]) for number in (1, 2, 1)]
@@ -147,6 +148,7 @@ def test_calls_side_by_side_see_their_own_images(policy):
       assert alone.ids == reply.ids
 
 
+@pytest.mark.exhaustive_cases('qwen2_5_vl')
 def test_new_weights_in_mid_reply_read_the_images_again(policy):
   params = param_state(policy.model)
   other = jax.tree.map(lambda x: x * 1.25 if x.ndim > 1 else x, params)

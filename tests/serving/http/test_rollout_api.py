@@ -168,37 +168,38 @@ def test_lists_by_creation_and_by_their_end(server):
   assert ask(server, f'/rollouts?after={page["after"]}')[1]['rollouts'] == []
 
 
-@pytest.mark.parametrize(
-  ('path', 'body', 'message'),
-  [
-    ('/rollouts', {'inputs': 1}, "'inputs': there is no such field"),
-    ('/rollouts', {'limits': 3}, 'limits: must be an object'),
-    ('/rollouts', {'limits': {'timeout': 1}}, "'timeout': there is no such field"),
-    ('/rollouts', {'limits': {'timeout_s': 'x'}}, "timeout_s='x'"),
-    ('/rollouts', {'limits': {'retry_on': 'failed'}}, 'limits.retry_on: must be a list'),
-    ('/rollouts', {'limits': {'retry_on': [[]]}}, 'retry_on='),
-    ('/rollouts', {'mode': 'play'}, "mode='play'"),
-    ('/rollouts', {'rollout_id': 5}, 'rollout_id=5'),
-    ('/rollouts', {'rollout_id': 'a/b'}, "rollout_id='a/b'"),
-    ('/rollouts', {'rollout_id': []}, 'rollout_id='),
-    ('/rollouts', {'group': 5}, 'group=5'),
-    ('/rollouts/claim', {'wait_s': -1}, 'wait_s=-1'),
-    ('/rollouts/claim', {'wait_s': 'x'}, "wait_s='x'"),
-    ('/rollouts/claim', {'worker': 5}, 'worker=5'),
-    ('/attempts/{a}/rewards', {}, 'value is missing'),
-    ('/attempts/{a}/rewards', {'value': '1'}, "value='1'"),
-    ('/attempts/{a}/rewards', {'value': 1, 'call': {}}, 'call='),
-    ('/attempts/{a}/rewards', {'value': 1, 'points': 2}, "'points': there is no such field"),
-    ('/attempts/{a}/rewards', {'value': 1, 'name': 5}, 'name=5'),
-    ('/attempts/{a}/finish', {'state': 'won'}, "state='won'"),
-    ('/attempts/{a}/finish', {'state': []}, 'state='),
-    ('/attempts/{a}/finish', {'state': 'cancelled'}, "state='cancelled'"),
-  ],
-)
-def test_wrong_values_are_named(server, path, body, message):
-  task = server.attempt()
-  status, told = ask(server, path.replace('{a}', task.attempt_id), body)
-  assert status == 400 and message in told['error']['message'] and '\n' not in told['error']['message']
+_WRONG = [
+  ('/rollouts', {'inputs': 1}, "'inputs': there is no such field"),
+  ('/rollouts', {'limits': 3}, 'limits: must be an object'),
+  ('/rollouts', {'limits': {'timeout': 1}}, "'timeout': there is no such field"),
+  ('/rollouts', {'limits': {'timeout_s': 'x'}}, "timeout_s='x'"),
+  ('/rollouts', {'limits': {'retry_on': 'failed'}}, 'limits.retry_on: must be a list'),
+  ('/rollouts', {'limits': {'retry_on': [[]]}}, 'retry_on='),
+  ('/rollouts', {'mode': 'play'}, "mode='play'"),
+  ('/rollouts', {'rollout_id': 5}, 'rollout_id=5'),
+  ('/rollouts', {'rollout_id': 'a/b'}, "rollout_id='a/b'"),
+  ('/rollouts', {'rollout_id': []}, 'rollout_id='),
+  ('/rollouts', {'group': 5}, 'group=5'),
+  ('/rollouts/claim', {'wait_s': -1}, 'wait_s=-1'),
+  ('/rollouts/claim', {'wait_s': 'x'}, "wait_s='x'"),
+  ('/rollouts/claim', {'worker': 5}, 'worker=5'),
+  ('/attempts/{a}/rewards', {}, 'value is missing'),
+  ('/attempts/{a}/rewards', {'value': '1'}, "value='1'"),
+  ('/attempts/{a}/rewards', {'value': 1, 'call': {}}, 'call='),
+  ('/attempts/{a}/rewards', {'value': 1, 'points': 2}, "'points': there is no such field"),
+  ('/attempts/{a}/rewards', {'value': 1, 'name': 5}, 'name=5'),
+  ('/attempts/{a}/finish', {'state': 'won'}, "state='won'"),
+  ('/attempts/{a}/finish', {'state': []}, 'state='),
+  ('/attempts/{a}/finish', {'state': 'cancelled'}, "state='cancelled'"),
+]
+
+
+def test_wrong_values_are_named(server):
+  attempt = server.attempt().attempt_id
+  for path, body, message in _WRONG:
+    status, told = ask(server, path.replace('{a}', attempt), body)
+    assert status == 400 and message in told['error']['message'], (path, body, told)
+    assert '\n' not in told['error']['message'], told
 
 
 def test_what_does_not_exist(server):

@@ -80,6 +80,7 @@ def played(policy, tmp_path_factory):
   yield *own, built_in, dict(players['train'].metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('which', [0, 5], ids=['a program', 'the built-in runner'])
 def test_rows_are_those_of_the_environment(played, which):
   rollout, expected = played[which], played[2]
@@ -97,6 +98,7 @@ def test_rows_are_those_of_the_environment(played, which):
   assert max(len(e.turns) for e in rollout.episodes) > 1, 'an episode of several calls'
 
 
+@pytest.mark.slow
 def test_the_built_in_runner_tells_the_environments_rewards_and_success(played):
   *_, rollout, metrics = played
   assert metrics['serving/reward/success'] == 0.0 and metrics['serving/reward/environment'] > 0
@@ -104,6 +106,7 @@ def test_the_built_in_runner_tells_the_environments_rewards_and_success(played):
   assert metrics['serving/calls'] == sum(len(e.turns) for e in rollout.episodes)
 
 
+@pytest.mark.slow
 def test_every_call_extends_its_row(played):
   rollout, _, _, records, metrics, *_ = played
   calls = sum(len(e.turns) for e in rollout.episodes)
@@ -113,6 +116,7 @@ def test_every_call_extends_its_row(played):
   assert len(records) == GROUPS * SIZE and {r.state for r in records} == {RolloutState.SUCCEEDED}
 
 
+@pytest.mark.slow
 def test_rollouts_that_the_store_holds_are_not_played_again(played):
   rollout, again, _, records, *_ = played
   np.testing.assert_array_equal(again.trajectory.tokens, rollout.trajectory.tokens)
@@ -139,6 +143,7 @@ def test_greedy_evaluations_are_greedy(policy, tmp_path):
 
 
 @pytest.mark.parametrize('section', ['train', 'eval'])
+@pytest.mark.slow_cases('eval')
 def test_agents_that_fail_end_the_run_with_the_reason_and_mended_ones_play_again(policy, tmp_path, section):
   def play(program):
     runner = f'{ROOT}/tests/support/agents.py:{program}'
@@ -184,6 +189,7 @@ def test_remote_workers_need_a_key(policy, tmp_path, monkeypatch):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_without_a_call_of_a_trained_agent_says_whose_calls_there_are(policy, tmp_path):
   config = agents_config(serve__trained='writer')
   refused = pytest.raises(UserError, match=r"0 got no reward, .* agent .* ''$")

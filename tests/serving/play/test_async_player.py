@@ -92,6 +92,7 @@ def logprobs(sampler, params, ids):
   return np.asarray(jax.nn.log_softmax(drawn))[np.arange(len(ids)), ids]
 
 
+@pytest.mark.slow
 def test_a_reply_goes_on_with_new_weights_and_each_token_has_its_version(monkeypatch, policy, tmp_path):
   gate = Gate(policy.sampler)
   slow_is_sampled = threading.Event()
@@ -130,6 +131,7 @@ def test_a_reply_goes_on_with_new_weights_and_each_token_has_its_version(monkeyp
   assert np.abs(of[0] - of[1]).max() > 1e-2, 'the weights differ'
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_an_agent_that_is_too_slow_and_its_task_is_played_again(monkeypatch, policy, tmp_path):
   released, told = threading.Event(), []
 
@@ -162,6 +164,7 @@ def test_nobody_waits_for_an_agent_that_is_too_slow_and_its_task_is_played_again
   assert slow.state == AttemptState.CANCELLED and told == [410]
 
 
+@pytest.mark.slow
 def test_after_a_restart_iterations_are_repeated_with_the_same_rollouts(monkeypatch, policy, tmp_path):
   played = []
 
@@ -213,6 +216,8 @@ def test_an_evaluation_holds_replies_in_flight_and_takes_the_weights_of_the_next
 
 
 @pytest.mark.parametrize('staleness', [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow_cases('1')
+@pytest.mark.exhaustive_cases('0')
 def test_a_signal_ends_a_play_at_once_and_what_is_over_is_not_played_again(monkeypatch, policy, tmp_path, staleness):
   interrupt, played, busy, end = Interrupt(), [], threading.Event(), threading.Event()
   fields = dict(train__groups=2, serve__max_staleness=staleness, serve__max_attempts=1)
@@ -268,6 +273,7 @@ def test_a_function_that_hangs_for_good_ends_the_play_with_the_reason(monkeypatc
     end.set()
 
 
+@pytest.mark.slow
 def test_tasks_that_cannot_be_learnt_from_are_played_again_by_the_same_command(monkeypatch, policy, tmp_path):
   for _ in range(2):
     with (
@@ -288,6 +294,7 @@ def test_tasks_that_cannot_be_learnt_from_are_played_again_by_the_same_command(m
 @pytest.mark.parametrize(
   ('staleness', 'how'), [pytest.param(0, 'raises', marks=pytest.mark.slow), (0, 'asks nothing'), (1, 'raises')]
 )
+@pytest.mark.slow_cases('0-asks nothing')
 def test_an_iteration_whose_attempts_all_fail_is_empty_and_the_run_goes_on(
   monkeypatch, policy, tmp_path, caplog, staleness, how
 ):
@@ -322,6 +329,7 @@ def test_an_iteration_whose_attempts_all_fail_is_empty_and_the_run_goes_on(
   assert line.startswith('train: none of 1 tasks can be learnt from: of 1 attempts ')
 
 
+@pytest.mark.slow
 def test_nothing_is_sampled_before_the_first_rollout(monkeypatch, policy, tmp_path):
   asked = threading.Event()
 
@@ -342,6 +350,7 @@ def test_nothing_is_sampled_before_the_first_rollout(monkeypatch, policy, tmp_pa
   assert set(rollout.trajectory.versions[rollout.trajectory.loss_mask].tolist()) == {1}
 
 
+@pytest.mark.slow
 def test_without_staleness_the_players_are_the_synchronous_ones(monkeypatch, policy, tmp_path):
   fields = {'serve__max_staleness': 0, 'algorithm__tis_cap': 0.0}
   with opened(monkeypatch, policy, tmp_path, None, **fields) as (player, evaluation, _):

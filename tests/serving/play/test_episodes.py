@@ -419,6 +419,7 @@ def test_estimators_tell_calls_with_different_rewards_apart(estimator):
     assert early != late and late[3] > early[3] and len(set(late)) > 1
 
 
+@pytest.mark.slow
 def test_advantages_run_through_the_calls_in_their_order_over_all_rows():
   agent = _two_rows()
   rewards = [_reward(0.3 * i - 0.5, f'call {i}') for i in range(1, 5)]
@@ -441,6 +442,7 @@ def test_advantages_run_through_the_calls_in_their_order_over_all_rows():
   np.testing.assert_allclose([x for _, x in found], [x for _, x in expected[::-1]], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('credit', ['turn', 'trajectory'])
 def test_the_trainer_estimates_from_such_a_rollout(credit):
   groups = [[_attempt(_two_rows(), _reward(float(g), 'call 2'), _reward(float(m))) for m in range(2)] for g in range(3)]

@@ -108,6 +108,7 @@ with Store(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.slow
 def test_attempts_whose_end_was_stored_are_not_played_again_after_a_kill(tmp_path):
   path, log, rng, kills, status = tmp_path / 'store.sqlite', tmp_path / 'log', random.Random(0), 0, None
   log.touch()

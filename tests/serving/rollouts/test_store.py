@@ -462,6 +462,7 @@ for turn, pipe in enumerate(map(int, pipes)):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing_that_it_acknowledged(tmp_path):
   path, rng, acknowledged = tmp_path / 'store.sqlite', random.Random(0), []
   pipes = [os.pipe() for _ in range(5)]
