@@ -10,7 +10,7 @@ compiles. Then both play rollouts of the same levels with the same keys, one aft
 result is the median of each side, their ratio, and how many sampled tokens of the two differ. The computer must hold
 the weights and caches of both sides.
 
-  taskset -c 0 python benchmarks/rollouts.py --split --config=frozenlake_ppo --groups=32 --group_size=4
+  python benchmarks/rollouts.py --split --config=frozenlake_ppo --groups=32 --group_size=4
 
 divides the CPU time of a rollout that one thread plays: the programs of the sampler, each waited for, and the work of
 the host. `row_steps` and `fed_columns` are also given for a rollout in one program, in which all rows of a turn wait

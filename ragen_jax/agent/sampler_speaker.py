@@ -150,7 +150,7 @@ class SamplerSpeaker:
     """Gives the first episodes their rows; the cache is made when the first prompts are known."""
     rows, share, limits = log.envs.rows, self._sampler.share, log.limits
     params = self._sampler.decode_weights(self._params)
-    self._visual = params['policy']['visual'] if self._eyes else None
+    self._visual = params['policy']['visual'] if self._eyes is not None else None
     self._params = nnx.to_pure_dict(params)  # a call takes its arrays in a third of the time that it takes for a state
     self._began = np.zeros((rows,), np.uint32)
     size = rows_at_once(self._sampler, limits, rows // share.own, self._eyes and self._eyes.room)
