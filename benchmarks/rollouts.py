@@ -9,12 +9,20 @@ Each side has a process of its own, which loads the weights and plays one rollou
 compiles. Then both play rollouts of the same levels with the same keys, one after the other: A B, B A, and so on. The
 result is the median of each side, their ratio, and how many sampled tokens of the two differ. The computer must hold
 the weights and caches of both sides.
+
+  python benchmarks/rollouts.py --split --config=frozenlake_ppo --groups=32 --group_size=4
+
+divides the CPU time of a rollout that one thread plays: the programs of the sampler, each waited for, and the work of
+the host. `row_steps` and `fed_columns` are also given for a rollout in one program, in which all rows of a turn wait
+for its longest reply and are fed the columns of its longest prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import collections
+import functools
 import json
 import os
 import pathlib
@@ -22,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -37,6 +46,7 @@ def _arguments() -> argparse.Namespace:
   parser.add_argument('--group_size', type=int, default=16)
   parser.add_argument('--fields', default='', help='other fields of the config: a=1,b=2')
   parser.add_argument('--repeat', type=int, default=3)
+  parser.add_argument('--split', action='store_true', help='divide the CPU time of a rollout of one thread')
   parser.add_argument('--out', type=pathlib.Path, help='file for the result')
   return parser.parse_args()
 
@@ -54,6 +64,71 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
   return found
 
 
+class Split:
+  """CPU seconds of the parts of rollouts, since `begin`."""
+
+  def __init__(self, player: Any, programs: dict[str, Callable[..., Any]]):
+    """Measures the calls of a player that plays in one thread, and of a sampler's programs."""
+    self._spent: collections.Counter[str] = collections.Counter()
+    for name, program in programs.items():
+      programs[name] = self._waiting(name, program)
+    for owner, name, part in (
+      (player.proxy.context, 'prompt', 'prompts'),
+      (player.proxy.context, 'parse', 'replies'),
+      (player.proxy.context, 'reply_texts', 'replies'),
+      (player.proxy.envs, 'reset', 'environments'),
+      (player.proxy.envs, 'step', 'environments'),
+      (player.proxy.envs, 'render', 'environments'),
+    ):
+      setattr(owner, name, self._timed(part, getattr(owner, name)))
+
+  def _waiting(self, name: str, program: Callable[..., Any]) -> Callable[..., Any]:
+    import jax
+
+    @functools.wraps(program)
+    def call(*args: Any, **kwargs: Any) -> Any:
+      jax.block_until_ready((args, kwargs))
+      begin, own = time.process_time(), time.thread_time()
+      result = program(*args, **kwargs)
+      self._spent['dispatch'] += time.thread_time() - own
+      jax.block_until_ready(result)
+      self._spent[name] += time.process_time() - begin
+      self._spent['calls'] += 1
+      return result
+
+    return call
+
+  def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+      begin = time.process_time()
+      result = function(*args, **kwargs)
+      self._spent[part] += time.process_time() - begin
+      return result
+
+    return call
+
+  def begin(self) -> None:
+    self._spent.clear()
+
+  def parts(self, cpu_seconds: float, rollout: Any, groups: int) -> dict[str, float]:
+    """Of a rollout that took so long: seconds by part; 'dispatch' is contained in those of programs."""
+    found = dict(self._spent)
+    own = sum(seconds for name, seconds in found.items() if name not in ('dispatch', 'calls'))
+    t, turns = rollout.trajectory, range(int(rollout.trajectory.turn.max()) + 1)
+    replies, prompts = (
+      [int(((t.turn == turn) & (t.loss_mask == sampled)).sum(axis=1).max()) for turn in turns]
+      for sampled in (True, False)
+    )
+    rows = len(t.length)
+    return found | {
+      'rest': cpu_seconds - own,
+      'row_steps': rollout.row_steps,
+      'row_steps_in_one_program': rows * sum(replies),
+      'fed_columns_in_one_program': groups * prompts[0] + rows * sum(prompts[1:]),
+    }
+
+
 def _side(args: argparse.Namespace) -> None:
   """Plays the rollout of each seed that comes in a line, and writes what it took."""
   import jax
@@ -66,6 +141,7 @@ def _side(args: argparse.Namespace) -> None:
   specs = build.env_specs(config, tuple(config.train.tags), build.group_counts(config.train, 'train'))
   player = build.environment_player(config, policy, specs, config.train.group_size)
   params, fed = param_state(policy.model), []
+  split = Split(player, policy.sampler.programs) if args.split else None
 
   class Listener:
     def runs(self, name: str, shape: tuple[int, ...], weights: Any) -> None:
@@ -77,15 +153,20 @@ def _side(args: argparse.Namespace) -> None:
 
   for line in sys.stdin:
     fed.clear()
+    if split is not None:
+      split.begin()
     key, begin, cpu = jax.random.key(int(line)), time.perf_counter(), time.process_time()
     with policy.sampler.observer.told_to(Listener()):
-      t = player.play(params, key, build.sampling(config.train), 10_000 + int(line)).trajectory
+      rollout = player.play(params, key, build.sampling(config.train), 10_000 + int(line))
+    t = rollout.trajectory
     told = {
       'seconds': time.perf_counter() - begin, 'cpu_seconds': time.process_time() - cpu,
       'tokens': [row[:n].tolist() for row, n in zip(t.tokens, t.length, strict=True)],
       'sampled': int(t.loss_mask.sum()), 'fed_columns': sum(fed), 'extend_calls': len(fed),
       'traces': dict(policy.sampler.traces),
     }  # fmt: skip
+    if split is not None:
+      told['split'] = split.parts(told['cpu_seconds'], rollout, args.groups)
     print(json.dumps(told), flush=True)
 
 
@@ -126,6 +207,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     for name, of_side in found.items()
   }
+  if args.split:
+    for name, of_side in found.items():
+      parts = of_side[0]['split']
+      result[name]['split'] = {part: round(statistics.median(x['split'][part] for x in of_side), 4) for part in parts}
   if args.against:
     this, other = (found[name][0]['tokens'] for name in ('this', 'against'))
     result['ratio'] = round(result['against']['median'] / result['this']['median'], 3)

@@ -49,6 +49,7 @@ class EpisodeLog:
     """
     rows = envs.rows
     self.envs, self.context, self.limits = envs, context, limits
+    self._limits = [limits.of(spec) for spec in envs.specs]
     self.timeline = Timeline(rows, limits.max_context if writes_tokens else 0)
     self.observations = [context.shown(e, x) for e, x in zip(envs.row_env.tolist(), observations, strict=True)]
     self.actions_left = envs.actions_left()
@@ -93,7 +94,7 @@ class EpisodeLog:
 
   def limits_of(self, row: int) -> Limits:
     """The limits of a row's episode."""
-    return self.limits.of(self.envs.specs[self.envs.row_env[row]])
+    return self._limits[self.envs.row_env[row]]
 
   def prompts(self, rows: Collection[int], *, room: int | None = None) -> dict[int, Prompt]:
     """The token prompts of live rows that wait for a reply. An episode ends if its prompt needs more than `room`

@@ -82,15 +82,17 @@ def join(*parts: Observation) -> Segments:
   join('a', (TextSegment('b'), image), 'c')  ->  (TextSegment('ab'), image, TextSegment('c'))
   """
   joined: list[Segment] = []
+  text = ''
   for part in parts:
-    for segment in (TextSegment(part),) if isinstance(part, str) else part:
-      if not isinstance(segment, TextSegment):
-        joined.append(segment)
-      elif segment.text and joined and isinstance(joined[-1], TextSegment):
-        joined[-1] = TextSegment(joined[-1].text + segment.text)
-      elif segment.text:
-        joined.append(segment)
-  return tuple(joined)
+    for segment in (part,) if isinstance(part, str) else part:
+      if isinstance(segment, str):
+        text += segment
+      elif isinstance(segment, TextSegment):
+        text += segment.text
+      else:
+        joined += [TextSegment(text), segment] if text else [segment]
+        text = ''
+  return (*joined, TextSegment(text)) if text else tuple(joined)
 
 
 def map_text(function: Callable[[str], str], observation: Observation) -> Segments:

@@ -268,15 +268,9 @@ class Sampler:
     if images is None:
       rows_fed, width = self.share.parts * len(count), tokens.shape[1]
       self.observer.runs('extend', (len(state.count), rows_fed, _columns(state), width), params)
-    return self.programs['extend'](
-      params=params,
-      state=state,
-      tokens=self._place(tokens),
-      count=self._place(count),
-      begins=self._place(begins),
-      rows=None if rows is None else self._place(rows),
-      images=None if images is None else self._place_images(images),
-    )
+    given = self._place({'tokens': tokens, 'count': count, 'begins': begins, 'rows': rows})
+    images = None if images is None else self._place_images(images)
+    return self.programs['extend'](params=params, state=state, images=images, **given)
 
   def decode(
     self,
@@ -303,21 +297,20 @@ class Sampler:
     """
     parts = self.share.parts
     if isinstance(sampling, RowSampling):
-      drawn = dict(temperature=None, by_row=self._place(sampling), sampling=None)
+      drawn, by_row = dict(temperature=None, sampling=None), {'by_row': sampling}
     else:
       if not alternatives:
         shape = (len(state.count), parts * len(budget), _columns(state), sampling.compiled)
         self.observer.runs('decode', shape, params)
-      drawn = dict(temperature=jnp.float32(sampling.temperature), sampling=sampling.compiled)
+      drawn, by_row = dict(temperature=np.float32(sampling.temperature), sampling=sampling.compiled), {}
+    given = {'key_data': jax.random.key_data(keys), 'budget': budget, 'rows': rows} | by_row
     return self.programs['decode'](
       params=params,
       state=state,
-      key_data=self._place(jax.random.key_data(keys)),
-      budget=self._place(budget),
-      enough=jnp.int32(len(budget) + 1 if enough is None else enough),
-      rows=None if rows is None else self._place(rows),
+      enough=np.int32(len(budget) + 1 if enough is None else enough),
       columns=columns,
       alternatives=alternatives,
+      **self._place(given),
       **drawn,
     )
 

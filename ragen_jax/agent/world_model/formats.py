@@ -7,6 +7,7 @@ innermost tags. Reading takes one pass over the text and never raises.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 
@@ -122,6 +123,7 @@ def write_reply(form: str, texts: Mapping[str, str]) -> str:
   return (f'<think>{thought}</think>' if FORMATS[form] else thought) + written[-1]
 
 
+@functools.lru_cache(maxsize=256)
 def describe_form(form: str, answer: str = _CONTENTS['answer'], shown_as: str = 'board') -> str:
   """A form with descriptions in place of its texts: '<think>your thoughts</think><answer>your actions</answer>'.
 
@@ -131,6 +133,7 @@ def describe_form(form: str, answer: str = _CONTENTS['answer'], shown_as: str = 
   return write_reply(form, texts | {'answer': answer})
 
 
+@functools.lru_cache(maxsize=256)
 def example_of(form: str, answer: str) -> str:
   """A whole reply of a form with short texts and an answer."""
   return write_reply(form, _EXAMPLES | {'answer': answer})
