@@ -8,6 +8,7 @@ model writes no command; with it, this config only shows that the parts work tog
 """
 
 from configs import frozenlake_grpo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -23,7 +24,7 @@ def get_config(model: str = ''):
   config.agent.max_context = 4096
   config.sft.tags = ('ALFWorld',)
   config.sft.output = 'runs/alfworld_sft'
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # The built-in tokenizer was not made for these texts and takes a token for one or two letters.
     config.agent.max_context = 8192
     config.agent.max_response_tokens = 64

@@ -11,6 +11,7 @@ does not improve them; benchmarks/data_set_learning.py has questions with which 
 """
 
 from configs import dataset_grpo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -26,7 +27,7 @@ def get_config(model: str = ''):
   config.envs.Dataset.test_share = 0.2
   config.agent.format = 'no_think'
   config.sft.output = 'runs/arithmetic_sft'
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # Short prompts, which the built-in tokenizer encodes byte by byte.
     config.envs.Dataset.instruction = 'Answer.'
     config.agent.request = '{form}'

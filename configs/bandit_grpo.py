@@ -4,13 +4,14 @@ python main.py --config=configs/bandit_grpo.py
 """
 
 from configs import bandit_ppo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
   """PPO's settings with group-relative advantages; the built-in model's groups are larger, to compare within them."""
   config = bandit_ppo.get_config(model)
   config.algorithm.adv_estimator = 'grpo'
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     config.train.groups = 64
     config.train.group_size = 8
   return config

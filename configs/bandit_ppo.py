@@ -13,6 +13,7 @@ Other tags are the paper's professions, their reverse, and RAGEN-2's pairs:
 """
 
 from configs import frozenlake_ppo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -20,6 +21,6 @@ def get_config(model: str = ''):
   config = frozenlake_ppo.get_config(model)
   config.train.tags = ('Bandit',)
   config.eval.tags = ('Bandit', 'BanditTest')
-  if config.model.preset != 'tiny':
+  if config.model.preset not in BUILT_IN:
     config.agent.max_response_tokens = 500
   return config

@@ -9,6 +9,7 @@ python main.py --config=configs/countdown_ppo.py --config.model.path=runs/countd
 """
 
 from configs import frozenlake_ppo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -25,7 +26,7 @@ def get_config(model: str = ''):
   config.sft.noise = 0.35
   config.sft.value_coef = 1.0
   config.sft.learning_rate = 3e-3
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # The built-in tokenizer was not made for this game and encodes its prompts byte by byte.
     config.agent.max_context = 1024
     config.agent.max_response_tokens = 48

@@ -17,6 +17,7 @@ it little more than that this program works.
 """
 
 from configs import frozenlake_grpo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -27,7 +28,7 @@ def get_config(model: str = ''):
   config.eval.group_size = 1
   config.sft.tags = ('Dataset',)
   config.sft.output = 'runs/dataset_sft'
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # The built-in tokenizer was not made for questions and encodes them byte by byte.
     config.agent.max_context = 1024
     config.agent.max_response_tokens = 64

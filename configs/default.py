@@ -559,6 +559,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.from_scratch = False
   # Shape of the fresh model: width, layers, query heads, key/value heads, head width, MLP width.
   config.sft.shape = (64, 2, 4, 2, 16, 192)
+  # Layers with linear attention before each layer with full attention; the fresh model is then a Qwen3.5, whose linear
+  # heads have the number and the width of the query heads. 0 for full attention in all layers.
+  config.sft.linear_layers = 0
   # Shape of the fresh model's vision tower: width, blocks, heads, MLP width; empty for a model that reads text only. An
   # image has a visual token for each 8 x 8 pixels. Needs model.vision='trained'.
   config.sft.tower = ()

@@ -8,12 +8,13 @@ python main.py --config=configs/frozenlake_ppo.py
 """
 
 from configs import default
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
   """The defaults; for the built-in model, settings that suit its size and its warm-started critic."""
   config = default.get_config(model)
-  if config.model.preset in ('tiny', 'tiny-vl'):
+  if config.model.preset in BUILT_IN:
     config.num_iterations = 40
     config.train.groups = 128
     config.train.group_size = 4

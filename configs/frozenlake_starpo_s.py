@@ -4,6 +4,7 @@ python main.py --config=configs/frozenlake_starpo_s.py
 """
 
 from configs import frozenlake_ppo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -15,7 +16,7 @@ def with_filter(config):
   """PPO's settings with StarPO-S's filter; no KL and a higher upper clip, its other changes, are defaults here."""
   config.filter.strategy = 'top_k'
   config.filter.value = 0.25
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # Larger groups give a better estimate of their deviation; the number of episodes stays the same.
     config.train.groups = 64
     config.train.group_size = 8

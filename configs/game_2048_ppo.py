@@ -6,6 +6,7 @@ The built-in model has never seen this game, and there is no solver to imitate.
 """
 
 from configs import frozenlake_ppo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -15,10 +16,10 @@ def get_config(model: str = ''):
   config.eval.tags = ('Game2048',)
   # Tiles appear by chance, so each level is played several times.
   config.eval.group_size = 4
-  if config.model.preset != 'tiny':
-    config.agent.max_response_tokens = 200
-    config.agent.max_context = 8192
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # The built-in tokenizer was not made for this game and encodes its prompts byte by byte.
     config.agent.max_context = 4096
+  else:
+    config.agent.max_response_tokens = 200
+    config.agent.max_context = 8192
   return config

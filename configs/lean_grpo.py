@@ -10,6 +10,7 @@ The built-in model cannot write Lean. With a warm start on proofs of the data (-
 """
 
 from configs import frozenlake_grpo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -20,7 +21,7 @@ def get_config(model: str = ''):
   config.eval.group_size = 1
   config.sft.tags = ('Lean',)
   config.sft.output = 'runs/lean_sft'
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # The built-in tokenizer was not made for Lean and encodes it byte by byte.
     config.agent.max_context = 4096
     config.agent.max_response_tokens = 64

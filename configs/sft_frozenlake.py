@@ -5,6 +5,7 @@ python main.py --config=configs/frozenlake_ppo.py --config.model.path=runs/sft_f
 """
 
 from configs import default
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -18,7 +19,7 @@ def get_config(model: str = ''):
   config.sft.tags = ('FrozenLake',)
   config.sft.hurry = 0.0
   config.sft.packing = True
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     config.sft.levels = (4096,)
     # Trains the value head on the solver's return, for the critic of a later PPO run.
     config.sft.value_coef = 1.0

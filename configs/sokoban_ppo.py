@@ -11,6 +11,7 @@ the difficulty. Levels can come from a file; the held-out levels must then come 
 """
 
 from configs import frozenlake_ppo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -22,7 +23,7 @@ def get_config(model: str = ''):
   config.eval.groups = 640
   config.eval.tag_groups = (256, 128, 128, 128)
   config.eval.group_size = 1
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # Its tokenizer encodes the prompts of games that it was not made for byte by byte.
     config.agent.max_context = 1024
   return config

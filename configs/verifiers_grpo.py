@@ -6,6 +6,7 @@ A tenth of the tasks is held out for the evaluation.
 """
 
 from configs import frozenlake_grpo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -15,7 +16,7 @@ def get_config(model: str = ''):
   config.eval.tags = ('VerifiersTest',)
   config.eval.group_size = 1
   config.serve.slots = config.serve.max_concurrency = 64
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # The built-in tokenizer was not made for prose and encodes it byte by byte.
     config.agent.max_context = 1024
     config.agent.max_response_tokens = 64

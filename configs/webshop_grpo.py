@@ -7,6 +7,7 @@ model cannot shop, and reads pages byte by byte: with it, use --mode=play and th
 """
 
 from configs import frozenlake_grpo
+from ragen_jax.models.presets import BUILT_IN
 
 
 def get_config(model: str = ''):
@@ -15,7 +16,7 @@ def get_config(model: str = ''):
   config.train.tags = ('WebShop',)
   config.eval.tags = ('WebShopValidation',)
   config.eval.group_size = 1
-  if config.model.preset == 'tiny':
+  if config.model.preset in BUILT_IN:
     # The built-in tokenizer was not made for these pages and encodes them byte by byte.
     config.agent.max_context = 16384
   else:

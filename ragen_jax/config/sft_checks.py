@@ -102,12 +102,24 @@ def _check_weights(config: ConfigDict) -> None:
   rules.check(config, 'lora.rank', not (sft.from_scratch and rank), 'fresh weights must all be trained')
   rules.check(config, 'export.lora', rank > 0 or config.export.lora == 'merged', "'adapter' needs lora.rank above 0")
   rules.check(config, 'sft.shape', len(sft.shape) == 6 and min(sft.shape) > 0, 'must be six positive numbers')
+  rules.at_least(config, 0, 'sft.linear_layers')
+  if sft.linear_layers:
+    _check_linear(config)
   if sft.tower:
     _check_tower(config)
   elif sft.from_scratch:
     rules.check(
       config, 'model.vision', config.model.vision == 'frozen', 'there is no vision tower to train: sft.tower is empty'
     )
+
+
+def _check_linear(config: ConfigDict) -> None:
+  """Checks the layers with linear attention of a fresh model."""
+  sft = config.sft
+  fresh = sft.from_scratch and not sft.tower
+  rules.check(config, 'sft.linear_layers', fresh, 'must be 0 unless sft.from_scratch, and with sft.tower')
+  repeated = sft.linear_layers + 1
+  rules.check(config, 'sft.shape', sft.shape[1] % repeated == 0, f'the layers must be a multiple of {repeated}')
 
 
 def _check_tower(config: ConfigDict) -> None:

@@ -105,8 +105,8 @@ def _fresh_policy(config: ConfigDict, specs: list[EnvSpec], directory: str) -> L
   tokenizer, mesh = ChatTokenizer(directory, images=sees), make_mesh(**config.mesh)
   tower = tiny_vision.tower_config(sft.tower, sft.shape[0], tokenizer.added) if sees else None
   model = tiny_tokenizer.make_model(
-    sft.shape, tokenizer.size, tower=tower, dtype=build.compute_dtype(config), attention=config.model.attention,
-    seed=config.seed, mesh=mesh,
+    sft.shape, tokenizer.size, tower=tower, linear_layers=sft.linear_layers, dtype=build.compute_dtype(config),
+    attention=config.model.attention, seed=config.seed, mesh=mesh,
   )  # fmt: skip
   sampler = make_sampler(model, tokenizer, mesh)
   if not sees:

@@ -19,12 +19,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from ragen_jax.distributed.sharding import place, row_sharding
 from ragen_jax.models import lora
 from ragen_jax.models.attention_choice import choose_attention
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.linear_attention import LinearConfig
+from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
 from ragen_jax.models.rotary import AXES
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.sft import tiny_vision
 from ragen_jax.utils.sizes import round_up
+
+# Columns that the convolution of linear attention reads, as in Qwen3.5.
+_TAPS = 4
 
 PAD, START, END = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
 
@@ -71,20 +75,30 @@ def save(tokenizer: Tokenizer, directory: str) -> None:
     f.write('\n')
 
 
+def _by_axis(head_dim: int) -> tuple[int, ...]:
+  """The rotary frequencies of time, rows and columns."""
+  by_side = head_dim // 2 // AXES
+  return head_dim // 2 - 2 * by_side, by_side, by_side
+
+
 def make_model(
   shape: Sequence[int],
   num_tokens: int,
   *,
   tower: VisionConfig | None,
+  linear_layers: int,
   dtype: Any,
   attention: str,
   seed: int,
   mesh: Mesh,
 ) -> ActorCritic:
-  """A policy with fresh weights and a value head, divided over the devices: a Qwen2, or a Qwen3-VL if it has a tower.
+  """A policy with fresh weights and a value head, divided over the devices.
 
-  `shape` is model width, layers, query heads, key/value heads, head width, MLP width. The embedding of `num_tokens` is
-  padded to a multiple of 8. `attention` is `config.model.attention`.
+  It is a Qwen2; with a tower a Qwen3-VL; with `linear_layers` before each layer of full attention a Qwen3.5.
+
+  `shape` is model width, layers, query heads, key/value heads, head width, MLP width; heads of linear attention are as
+  many and as wide as the query heads. The embedding of `num_tokens` is padded to a multiple of 8. `attention` is
+  `config.model.attention`.
   """
   width, layers, heads, kv_heads, head_dim, mlp = shape
   cfg = QwenConfig(
@@ -98,9 +112,15 @@ def make_model(
     rope_theta=10_000.0 if tower is None else 1000.0,
   )
   if tower is not None:
-    by_side = head_dim // 2 // AXES  # of the rotary frequencies; time has the rest
-    sections = (head_dim // 2 - 2 * by_side, by_side, by_side)
-    cfg = dataclasses.replace(cfg, architecture='qwen3', rope_sections=sections, rope_interleaved=True, vision=tower)
+    cfg = dataclasses.replace(
+      cfg, architecture='qwen3', rope_sections=_by_axis(head_dim), rope_interleaved=True, vision=tower
+    )
+  elif linear_layers:
+    cfg = dataclasses.replace(
+      cfg, architecture='qwen3_5', rope_width=head_dim, rope_sections=_by_axis(head_dim), rope_interleaved=True,
+      layer_kinds=((LINEAR,) * linear_layers + (FULL,)) * (layers // (linear_layers + 1)),
+      linear=LinearConfig(heads, heads, head_dim, head_dim, taps=_TAPS),
+    )  # fmt: skip
   settings = choose_attention(attention, cfg, dtype, mesh)
   model = ActorCritic(Qwen(cfg, dtype=dtype, attention=settings, rngs=nnx.Rngs(seed)))
   if tower is not None:

@@ -32,6 +32,14 @@ _FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision'
     ({'export.lora': 'adapter'}, r"^export\.lora='adapter': 'adapter' needs lora\.rank above 0$"),
     ({'sft.shape': (64, 2, 4, 2, 16)}, r'^sft\.shape=\(64, 2, 4, 2, 16\): must be six positive numbers$'),
     ({'sft.shape': (64, 2, 4, 0, 16, 192)}, r'^sft\.shape=\(64, 2, 4, 0, 16, 192\): must be six positive numbers$'),
+    # The linear attention of fresh weights.
+    ({'sft.linear_layers': -1}, r'^sft\.linear_layers=-1: must be at least 0$'),
+    ({'sft.linear_layers': 1}, r'^sft\.linear_layers=1: must be 0 unless sft\.from_scratch, and with sft\.tower$'),
+    (_FRESH | {'sft.linear_layers': 1}, r'^sft\.linear_layers=1: must be 0 unless'),
+    (
+      {'sft.from_scratch': True, 'sft.linear_layers': 2},
+      r'^sft\.shape=\(64, 2, .*\): the layers must be a multiple of 3$',
+    ),
     # The vision tower of fresh weights.
     ({'sft.tower': (64, 2, 4, 128)}, r'^sft\.tower=\(64, 2, 4, 128\): must be empty unless sft\.from_scratch$'),
     (_FRESH | {'sft.tower': (64, 2, 4)}, r'^sft\.tower=\(64, 2, 4\): must be four positive numbers, or empty$'),

@@ -36,7 +36,14 @@ def fresh(tmp_path_factory):
   tokenizer = ChatTokenizer(files, images=True)
   tower = tiny_vision.tower_config(_TOWER, _SHAPE[0], tokenizer.added)
   model = tiny_tokenizer.make_model(
-    _SHAPE, tokenizer.size, tower=tower, dtype='float32', attention='auto', seed=0, mesh=make_mesh(-1, 1, 1)
+    _SHAPE,
+    tokenizer.size,
+    tower=tower,
+    linear_layers=0,
+    dtype='float32',
+    attention='auto',
+    seed=0,
+    mesh=make_mesh(-1, 1, 1),
   )
   save_model(str(directory), model.policy, model.policy.cfg, 'float32', tokenizer_dir=str(files))
   return model.policy, directory

@@ -81,7 +81,7 @@ def test_the_tower_of_a_fresh_model_learns_the_same_from_packed_rows():
   ids = dict(zip(tiny_vision.SPECIALS, (42, 43, IMAGE, 44), strict=True))
   tower, mesh = tiny_vision.tower_config((16, 1, 2, 16), 32, ids), make_mesh(1, 1, 1)
   model = tiny_tokenizer.make_model(
-    (32, 1, 2, 1, 8, 32), 45, tower=tower, dtype='float32', attention='einsum', seed=0, mesh=mesh
+    (32, 1, 2, 1, 8, 32), 45, tower=tower, linear_layers=0, dtype='float32', attention='einsum', seed=0, mesh=mesh
   )
   config = small_config(sft__value_coef=0.5)
   policy = LanguageModel('', model, ChatTokenizer(presets.resolve('tiny', '')), None, mesh)
