@@ -27,7 +27,7 @@ def get_config(model: str = ''):
     config.sft.levels = (6000,)
     config.sft.value_coef = 0.05
     config.sft.batch_size = 32
-    config.sft.steps = 500
+    config.sft.steps = 400
     config.sft.learning_rate = 2e-3
     config.sft.eval_every = 100
   return config
