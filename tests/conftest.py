@@ -112,6 +112,16 @@ def _count_programs(event: str, duration: float, **_: object) -> None:
 jax.monitoring.register_event_duration_secs_listener(_count_programs)
 
 
+def pytest_collection():
+  """What is imported and collected stays until the end, so looking for garbage in it only takes time."""
+  gc.disable()
+
+
+def pytest_collection_finish():
+  gc.enable()
+  gc.freeze()
+
+
 @pytest.fixture(scope='module', autouse=True)
 def _forget_programs():
   """Frees the compiled programs of test files, which would stay in memory until the process ends.

@@ -84,7 +84,7 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'data', 'tags', 'levels', 'group_size', 'first_level', 'skip_held_out', 'skip_held_out_of',
       'noise', 'beginner', 'timid', 'hurry',
       'actions_per_turn', 'discount', 'steps', 'batch_size', 'packing', 'val_fraction', 'learning_rate', 'value_coef',
-      'from_scratch', 'shape', 'forms', 'short_steps', 'tower',
+      'from_scratch', 'shape', 'linear_layers', 'forms', 'short_steps', 'tower',
     ),
   },
   'length': {'': ('num_iterations',)},
@@ -156,7 +156,7 @@ BEFORE = {
   'agent.episode_timeout': 0.0, 'agent.rollout_timeout': 0.0,
   'envs.*.simulator.tasks': '', 'envs.*.simulator.executable': '', 'envs.*.simulator.platform': '',
   'envs.*.simulator.render': 'gpu', 'envs.*.simulator.size': 252, 'envs.*.simulator.python': '',
-  'envs.*.weights.dino': 0.0, 'envs.*.dino_path': '',
+  'envs.*.weights.dino': 0.0, 'envs.*.dino_path': '', 'sft.linear_layers': 0,
   'envs.*.simulator.processes': 2, 'envs.*.simulator.memory_mib': 0, 'envs.*.simulator.step_timeout_s': 300.0,
   'agent.request': 'Answer as {form} and nothing else, in at most {max_words} words.',
 }  # fmt: skip

@@ -123,7 +123,7 @@ def test_fresh_groups_are_played_until_enough_are_kept(policy):
 
 
 @pytest.mark.parametrize(('fixed', 'steps'), [(True, 4), (False, 1)])
-@pytest.mark.slow_cases('True-4')
+@pytest.mark.slow
 def test_a_filter_need_not_mean_fewer_steps(policy, played, fixed, steps):
   trainer, state = learning.make_trainer(
     policy, filter__strategy='top_k', filter__value=0.25, filter__fixed_steps=fixed

@@ -163,6 +163,7 @@ def test_bad_weights_are_caught_in_the_iteration_that_reads_them(fields, place, 
   assert {f'not_finite/{name}' for name in names} <= found and updated['train/num_mini_batches'] == 0
 
 
+@pytest.mark.slow
 def test_of_several_steps_only_the_bad_one_is_skipped_and_the_metrics_are_those_of_the_others(
   policy, played, monkeypatch
 ):

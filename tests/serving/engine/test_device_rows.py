@@ -70,6 +70,7 @@ def test_rows_are_fed_in_pieces_of_any_width_and_nothing_new_is_compiled():
   assert sampler.traces == traces
 
 
+@pytest.mark.slow
 def test_a_row_is_sampled_alone_or_with_others_alike(sampler_and_params):
   """One row, four rows and all rows are programs of their own; rows that do not take part stay as they are."""
   rows, found = device_rows(*sampler_and_params), []

@@ -146,6 +146,7 @@ def test_replies_of_a_model_with_memories_are_those_of_forward_passes_whatever_t
     np.testing.assert_allclose(more.logprobs, expected_logprobs(sampler, params, following.prompt, more.ids), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_mixed_traffic_traces_nothing_new(sampler_and_params):
   sampler, params = small_sampler()
   with start(sampler, params) as engine:

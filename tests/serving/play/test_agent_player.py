@@ -143,7 +143,7 @@ def test_greedy_evaluations_are_greedy(policy, tmp_path):
 
 
 @pytest.mark.parametrize('section', ['train', 'eval'])
-@pytest.mark.slow_cases('eval')
+@pytest.mark.slow
 def test_agents_that_fail_end_the_run_with_the_reason_and_mended_ones_play_again(policy, tmp_path, section):
   def play(program):
     runner = f'{ROOT}/tests/support/agents.py:{program}'

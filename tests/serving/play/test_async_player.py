@@ -190,6 +190,7 @@ def test_after_a_restart_iterations_are_repeated_with_the_same_rollouts(monkeypa
   assert sorted(seeds) == list(range(8)) and known >= 4
 
 
+@pytest.mark.slow
 def test_an_evaluation_holds_replies_in_flight_and_takes_the_weights_of_the_next_iteration(
   monkeypatch, policy, tmp_path
 ):
