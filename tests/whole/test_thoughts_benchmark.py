@@ -34,9 +34,10 @@ def test_shares_are_those_of_turns_with_a_board():
       _record((beside, 'I am at (1, 1), the goal is at (3, 2); no hole beside me.</think>'), ('no board', TRUE)),
       _record((LAKE, TRUE)),  # no end of the thought
       _record((LAKE, TRUE.replace('(3, 2)', '(3, 1)') + '</think>')),
+      _record((LAKE, 'No hole; no hole beside me; I am at (1, 0).</think>')),  # in other places
     ],
   )
   assert thoughts.shares(found) == {
-    'turns': 4, 'true': 0.25, 'statements': [0.75, 0.5, 0.5],
+    'turns': 5, 'true': 0.2, 'statements': [0.6, 0.4, 0.4],
     'said when it matters': [1.0, None, 0.0],
   }  # fmt: skip
