@@ -14,6 +14,8 @@ cores. Weights are random, except those of the built-in model.
           google-tunix' `PeftTrainer`: the same models. The losses are compared too.
   turns   seconds of an episode of several turns with the cache, and of reading the conversation again in each turn
   growth  seconds of sampling and of an update with more rows, turns, longer replies and a larger vocabulary
+  context processor milliseconds of a decode step of the built-in models for text behind 128 to 8,192 columns, and the
+          bytes of a row's state there
 
 PyTorch and google-tunix are not in requirements.txt: `pip install torch`, and see benchmarks/requirements-tunix.txt.
 The comparisons with what is not installed are left out.
@@ -56,6 +58,7 @@ from ragen_jax.models.checkpoint.load import load_model  # noqa: E402
 from ragen_jax.models.checkpoint.save import save_model  # noqa: E402
 from ragen_jax.models.qwen import Qwen, QwenConfig  # noqa: E402
 from ragen_jax.models.value_head import ActorCritic  # noqa: E402
+from ragen_jax.sampling.capacity import bytes_per_device  # noqa: E402
 from ragen_jax.sampling.draw import PLAIN  # noqa: E402
 from ragen_jax.training.batches import TokenRows  # noqa: E402
 from ragen_jax.training.scoring import RematSettings, ScoringSettings, score_tokens  # noqa: E402
@@ -88,17 +91,19 @@ QUICK_SHAPE = dataclasses.replace(SHAPE, vocab_size=512, hidden_size=32, interme
                                   num_heads=2, num_kv_heads=1, head_dim=16)  # fmt: skip
 
 
-def interleaved(*runs: Callable[[], Any]) -> list[float]:
+def interleaved(
+  *runs: Callable[[], Any], repeats: int = REPEATS, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
   """Median seconds of functions that wait for their results, run in turns; the first call of each, which compiles, is
   left out."""
   for run in runs:
     run()
   times: list[list[float]] = [[] for _ in runs]
-  for _ in range(REPEATS):
+  for _ in range(repeats):
     for own, run in zip(times, runs, strict=True):
-      start = time.perf_counter()
+      start = clock()
       run()
-      own.append(time.perf_counter() - start)
+      own.append(clock() - start)
   return [statistics.median(own) for own in times]
 
 
@@ -307,16 +312,72 @@ def growth(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
   return found
 
 
-def draw(found: dict[str, Any], path: pathlib.Path) -> None:
-  """Draws seconds against the size, a panel for each kind of growth; both axes are logarithmic."""
-  import matplotlib
+def stepping(model: Qwen, work: Work) -> tuple[Callable[[], Any], int]:
+  """A function that samples `new` tokens of each row behind `prompt` columns, and the bytes of a row's state there.
 
-  matplotlib.use('Agg')
+  The columns hold zeros, which are read like others.
+  """
+  sampler, params = sampler_of(model)
+  keys, budget = jax.random.split(jax.random.key(0), work.rows), np.full(work.rows, work.new)
+  behind = np.full(work.rows, work.prompt, np.int32)
+  state = sampler.init(work.rows, work.prompt)
+  row_bytes = bytes_per_device(state.cache) // work.rows
+  held = [sampler.resize(state, work.prompt + work.new)]
+
+  def run() -> Any:
+    # The same columns in each run. Copies, because `decode` overwrites what it is given.
+    held[0] = held[0].replace(count=jnp.array(behind), rotary=jnp.array(behind))
+    held[0], reply, _ = sampler.decode(params, held[0], keys, budget, columns=work.new, sampling=PLAIN)
+    return jax.block_until_ready(reply.tokens)
+
+  return run, row_bytes
+
+
+def context(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
+  """See the top."""
+  base = dataclasses.replace(cases['built-in'], rows=min(cases['built-in'].rows, 8))
+  models = {name: load(presets.resolve(name, '')) for name in (presets.TINY, presets.TINY_HYBRID)}
+  found: dict[str, Any] = {'rows': base.rows, 'tokens': base.new, 'points': []}
+  for columns in (128, 512, 2048, 8192):
+    work = dataclasses.replace(base, prompt=columns)
+    runs, sizes = zip(*(stepping(model, work) for model in models.values()), strict=True)
+    # Short runs: processor time, which other work on the machine lengthens less.
+    times = interleaved(*runs, repeats=9, clock=time.process_time)
+    for name, seconds, size in zip(models, times, sizes, strict=True):
+      step = 1000 * seconds / work.new
+      found['points'].append({'model': name, 'columns': columns, 'step_ms': step, 'row_bytes': size})
+  return found
+
+
+def draw_context(found: dict[str, Any], path: pathlib.Path) -> None:
+  """Draws the time of a decode step and the state of a row against the context; all axes are logarithmic."""
   from matplotlib import pyplot
 
   from ragen_jax.plots.style import figure_style
 
-  names = [name for name in found if name != 'base']
+  with figure_style():
+    figure, axes = pyplot.subplots(1, 2, figsize=(6.4, 2.6), layout='constrained')
+    for axis, (key, label) in zip(
+      axes, (('step_ms', 'ms of a decode step'), ('row_bytes', 'bytes a row')), strict=True
+    ):
+      for name in dict.fromkeys(point['model'] for point in found['points']):
+        own = [point for point in found['points'] if point['model'] == name]
+        sizes = [point['columns'] for point in own]
+        axis.plot(sizes, [point[key] for point in own], marker='o', label=name)
+      axis.set(xscale='log', yscale='log', xlabel='columns of context', ylabel=label)
+      axis.set(xticks=sizes, xticklabels=[f'{size:,}' for size in sizes])
+      axis.minorticks_off()
+    axes[0].legend()
+    figure.savefig(path, bbox_inches='tight')
+
+
+def draw_growth(found: dict[str, Any], path: pathlib.Path) -> None:
+  """Draws seconds against the size, a panel for each kind of growth; both axes are logarithmic."""
+  from matplotlib import pyplot
+
+  from ragen_jax.plots.style import figure_style
+
+  names = [name for name in found if name not in ('base', 'hardware')]
   with figure_style():
     figure, axes = pyplot.subplots(1, len(names), figsize=(3 * len(names), 2.6), sharey=True, layout='constrained')
     for axis, name in zip(axes, names, strict=True):
@@ -330,12 +391,13 @@ def draw(found: dict[str, Any], path: pathlib.Path) -> None:
     axes[0].set(yticks=ticks, yticklabels=[f'{tick:g}' for tick in ticks])
     axes[0].set_ylabel('seconds')
     axes[0].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches='tight')
 
 
 def main() -> None:
-  parts = {'decode': decode, 'update': update, 'turns': turns, 'growth': growth}
+  import matplotlib
+
+  parts = {'decode': decode, 'update': update, 'turns': turns, 'growth': growth, 'context': context}
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--parts', default=','.join(parts), help='parts to run, separated by commas')
   parser.add_argument('--quick', action='store_true', help='tiny sizes')
@@ -345,18 +407,21 @@ def main() -> None:
   if unknown:
     sys.exit(f'error: --parts={unknown[0]}: allowed: {", ".join(parts)}')
   out = ROOT / ('runs/quick/cpu.json' if arguments.quick else 'benchmarks/results/cpu.json')
-  figure = out.with_suffix('.png') if arguments.quick else ROOT / 'docs' / 'images' / 'cpu_growth.png'
+  figures = out.parent if arguments.quick else ROOT / 'docs' / 'images'
   out.parent.mkdir(parents=True, exist_ok=True)
   record = json.loads(out.read_text()) if out.is_file() else {}
   with tempfile.TemporaryDirectory() as directory:
-    paths = checkpoints(directory, arguments.quick)
+    large = not arguments.quick and bool({'decode', 'update'} & set(wanted))  # the other parts do not read this model
+    paths = checkpoints(directory, not large)
     for part in wanted:
       record[part] = parts[part](paths, QUICK if arguments.quick else CASES) | {'hardware': hardware()}
       print(f'{part}: {json.dumps(record[part])}', flush=True)
       out.write_text(json.dumps(record, indent=1) + '\n')
-  if 'growth' in wanted:
-    draw({name: points for name, points in record['growth'].items() if name != 'hardware'}, figure)
-    print(f'drawn to {figure}')
+  matplotlib.use('Agg')
+  for part, draw in (('growth', draw_growth), ('context', draw_context)):
+    if part in wanted:
+      draw(record[part], figures / f'cpu_{part}.png')
+      print(f'drawn to {figures / f"cpu_{part}.png"}')
   print(f'written to {out}')
 
 

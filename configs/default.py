@@ -29,8 +29,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.num_iterations = 100
 
   config.model = ConfigDict()
-  # Model: 'tiny', 'tiny-vl' (reads images) or a name from ragen_jax/models/presets.py. The suffix of the config file's
-  # name sets it.
+  # Model: 'tiny', 'tiny-hybrid' (linear attention in half of its layers), 'tiny-vl' (reads images) or a name from
+  # ragen_jax/models/presets.py. The suffix of the config file's name sets it.
   config.model.preset = model or 'tiny'
   # Directory of a Hugging Face checkpoint to use in place of the preset's weights; empty for the preset's weights.
   config.model.path = ''

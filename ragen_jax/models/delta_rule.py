@@ -19,13 +19,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Columns of a chunk: the products within it grow with its width, and the steps from chunk to chunk become fewer.
-CHUNK = 64
+# Most columns of a chunk: the products within it grow with its width, and the steps from chunk to chunk become fewer.
+_CHUNK = 64
 # The inverse of a chunk's triangle begins with blocks of so many columns.
 _BLOCK = 8
 
 # Products of float32 numbers; accelerators would round them to fewer bits.
 _EXACT = jax.lax.Precision.HIGHEST
+
+
+def chunk_columns(key_width: int) -> int:
+  """C, a power of two. Chunks wider than the keys cost more in their own matrices than they save in memories."""
+  return min(_CHUNK, max(_BLOCK, 1 << (key_width - 1).bit_length()))
 
 
 def one_column(
@@ -52,7 +57,7 @@ def chunked(
   memory: jax.Array | None = None,
   begins: jax.Array | None = None,
   *,
-  chunk: int = CHUNK,
+  chunk: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
   """The rule for whole rows: what their columns read, f32[B, T, J, G, W], and the memory after them.
 
@@ -62,10 +67,11 @@ def chunked(
     g, beta: f32[B, T, J, G].
     memory: f32[B, J, G, E, W] before the first column; None for an empty one.
     begins: bool[B, T], columns that begin a sequence of their own, with an empty memory; None if none does.
-    chunk: C, a power of two.
+    chunk: C, a power of two; 0 for that of `chunk_columns`.
   """
   b, t, j, e = q.shape
   groups, w = v.shape[3:]
+  chunk = chunk or chunk_columns(e)
   while chunk > _BLOCK and chunk // 2 >= t:
     chunk //= 2
   n = -(-t // chunk)

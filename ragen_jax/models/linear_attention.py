@@ -61,7 +61,7 @@ class LinearConfig:
   @property
   def chunk_values(self) -> int:
     """Numbers in float32 for each column that `delta_rule.chunked` holds at most: matrices of chunks, and memories."""
-    width, c = self.key_dim + self.value_dim, delta_rule.CHUNK
+    width, c = self.key_dim + self.value_dim, delta_rule.chunk_columns(self.key_dim)
     of_head = 5 * (c + width) + self.key_dim * self.value_dim // c
     return 3 * self.key_heads * self.channels + self.value_heads * of_head
 

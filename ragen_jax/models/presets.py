@@ -16,9 +16,9 @@ from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_5, QWEN3_VL, Vision
 from ragen_jax.models.vision.processor import ProcessorConfig, read_processor
 from ragen_jax.utils.errors import UserError, did_you_mean
 
-TINY, TINY_VL = 'tiny', 'tiny-vl'
-# Name -> folder beside this module. `TINY_VL` reads images.
-BUILT_IN = {TINY: 'tiny', TINY_VL: 'tiny_vl'}
+TINY, TINY_VL, TINY_HYBRID = 'tiny', 'tiny-vl', 'tiny-hybrid'
+# Name -> folder beside this module. `TINY_VL` reads images; `TINY_HYBRID` has linear attention.
+BUILT_IN = {TINY: 'tiny', TINY_VL: 'tiny_vl', TINY_HYBRID: 'tiny_hybrid'}
 
 # Name -> repository on the hub.
 PRESETS = {

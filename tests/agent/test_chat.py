@@ -90,7 +90,8 @@ def test_the_ids_of_long_texts_are_not_kept(tiny):
 
 
 @pytest.mark.parametrize(
-  'name', ['tiny', 'tiny-vl', 'qwen2.5-coder-0.5b-instruct', 'smollm2-135m-instruct', 'r1-distill-qwen-random']
+  'name',
+  ['tiny', 'tiny-hybrid', 'tiny-vl', 'qwen2.5-coder-0.5b-instruct', 'smollm2-135m-instruct', 'r1-distill-qwen-random'],
 )
 def test_tokenizers_are_those_of_auto_tokenizer(name, real_model):
   import transformers

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import importlib
+import inspect
 import re
 
 import pytest
@@ -32,6 +33,15 @@ def test_a_warm_start_imitates_the_games_that_are_trained_unless_others_are_name
   config = load_config('frozenlake_ppo', {'sft.tags': ('Bandit',)})
   assert (config.sft.tags, config.train.tags) == (('Bandit',), ('FrozenLake',))
   assert load_config('sft_tiny').sft.tags == ('FrozenLake', 'SimpleSokoban', 'Bandit')
+
+
+def test_the_built_in_models_for_text_have_the_same_settings_in_every_config():
+  makers = {name: importlib.import_module(f'configs.{name}').get_config for name in shipped.names()}
+  makers = {name: make for name, make in makers.items() if inspect.signature(make).parameters}
+  assert len(makers) > 30
+  for name, make in makers.items():
+    tiny, hybrid = (dict(leaves(make(model))) for model in (presets.TINY, presets.TINY_HYBRID))
+    assert {field for field in tiny if tiny[field] != hybrid[field]} == {'model.preset'}, name
 
 
 def test_every_field_has_a_comment_line_above_it():

@@ -103,3 +103,7 @@ def test_equal_keys_that_are_never_forgotten_lose_no_bits():
   out, _ = chunked(q, k, v, 0 * g, 0 * beta + 1, memory, chunk=64)
   expected, _ = in_numpy(q, k, v, 0 * g, 0 * beta + 1, memory)
   np.testing.assert_allclose(out, expected, rtol=0, atol=5e-6)
+
+
+def test_chunks_are_as_wide_as_keys_within_bounds():
+  assert [delta_rule.chunk_columns(e) for e in (1, 8, 9, 16, 64, 128)] == [8, 8, 16, 16, 64, 64]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from configs import sft_frozenlake, sft_sokoban, sft_tiny, sft_tiny_vl
+from configs import sft_frozenlake, sft_sokoban, sft_tiny, sft_tiny_hybrid, sft_tiny_vl
 from ragen_jax import build, train
 from ragen_jax.agent.agent_proxy import AgentProxy
 from ragen_jax.agent.chat import ChatTokenizer
@@ -32,7 +32,7 @@ from ragen_jax.training.batches import TokenRows, at_columns, sampled_columns
 from ragen_jax.training.optimizer_step import SKIPPED
 from ragen_jax.utils.errors import Diverged, UserError
 from tests.support import learning
-from tests.support.configs import small_config
+from tests.support.configs import leaves, small_config
 from tests.support.paths import ROOT
 
 
@@ -353,14 +353,23 @@ def test_the_shipped_configs_can_run(module, model):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_config_of_the_built_in_model_makes_a_model(tmp_path):
+@pytest.mark.parametrize('module', [sft_tiny, sft_tiny_hybrid])
+def test_the_config_of_a_built_in_model_makes_a_model(tmp_path, module):
   """As README has it, on fewer levels of its three games, whose episodes have different numbers of turns."""
-  config = sft_tiny.get_config()
+  config = module.get_config()
   config.sft.levels, config.sft.steps, config.eval.groups = (40, 30, 20), 2, 3
   config.sft.output = str(tmp_path / 'tiny')
   sft.train_sft(config, str(tmp_path / 'run'))
   config.model.path = config.sft.output
-  assert build.load_policy(config).model.policy.cfg == build.load_policy(small_config()).model.policy.cfg
+  assert build.load_policy(config).model.policy.cfg == presets.shape(config.model.preset, '')
+
+
+def test_the_built_in_hybrid_is_made_as_the_built_in_model():
+  tiny, hybrid = (dict(leaves(module.get_config())) for module in (sft_tiny, sft_tiny_hybrid))
+  differ = {'model.preset', 'sft.output', 'sft.shape', 'sft.linear_layers'}
+  assert {name for name in tiny if tiny[name] != hybrid[name]} == differ
+  files = [pathlib.Path(presets.resolve(name, ''), 'tokenizer.json') for name in (presets.TINY, presets.TINY_HYBRID)]
+  assert files[0].read_text() == files[1].read_text()
 
 
 def test_a_file_with_fewer_conversations_than_a_batch_is_refused(tmp_path):

@@ -52,8 +52,9 @@ def test_a_fresh_model_has_the_shape_that_was_asked_for():
 
 
 @pytest.mark.slow
-def test_the_built_in_model_is_small_and_opens_in_transformers():
-  directory = pathlib.Path(presets.resolve('tiny', ''))
+@pytest.mark.parametrize('name', [presets.TINY, presets.TINY_HYBRID])
+def test_a_built_in_model_is_small_and_opens_in_transformers(name):
+  directory = pathlib.Path(presets.resolve(name, ''))
   assert sum(f.stat().st_size for f in directory.iterdir()) < 1e6
   pytest.importorskip('torch', reason='transformers needs PyTorch to run a model')
   import torch
@@ -62,7 +63,7 @@ def test_the_built_in_model_is_small_and_opens_in_transformers():
   tokenizer = AutoTokenizer.from_pretrained(str(directory))
   ids = tokenizer('Actions: Left, Down <think>I am at (1, 2)')['input_ids']
   theirs = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32)
-  policy = build.load_policy(small_config())
+  policy = build.load_policy(small_config({'model.preset': name}))
   assert tuple(ids) == policy.tokenizer.encode('Actions: Left, Down <think>I am at (1, 2)')
   with torch.no_grad():
     expected = theirs(torch.tensor([ids])).logits[0].numpy()

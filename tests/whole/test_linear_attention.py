@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ragen_jax import build
+from ragen_jax import build, train
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.models import presets
 from ragen_jax.models.value_head import ActorCritic
+from ragen_jax.runs.metrics import read_metrics
 from tests.support.configs import small_config
 from tests.support.models import HYBRID, WIDE_HYBRID, random_model, random_policy
 
@@ -41,6 +43,18 @@ def test_an_iteration_has_the_log_probs_of_the_sampler(tmp_path, fields):
   assert gaps and max(gaps) < 1e-4, gaps
   assert metrics['actor/grad_norm'] > 0 and np.isfinite(metrics['actor/pg_loss'])
   assert not metrics.get('perf/shared_tokens', 0)
+
+
+@pytest.mark.slow
+def test_the_built_in_hybrid_plays_and_learns(tmp_path):
+  config = small_config(
+    {'model.preset': presets.TINY_HYBRID, 'num_iterations': 2, 'eval.every': 1, 'eval.greedy_too': False}
+  )
+  train.train_and_evaluate(config, str(tmp_path))
+  lines = read_metrics(str(tmp_path))
+  assert lines[0]['val-env/FrozenLake/format_correct'] > 0.9
+  assert [line['actor/grad_norm'] > 0 for line in lines[1:]] == [True, True]
+  assert max(line['actor/logprob_gap_max'] for line in lines[1:]) < 1e-4
 
 
 @pytest.mark.parametrize(('policy', 'critic'), [({}, HYBRID), (HYBRID, {}), ({}, {})])
