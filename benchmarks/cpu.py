@@ -357,15 +357,18 @@ def draw_context(found: dict[str, Any], path: pathlib.Path) -> None:
 
   with figure_style():
     figure, axes = pyplot.subplots(1, 2, figsize=(6.4, 2.6), layout='constrained')
-    for axis, (key, label) in zip(
-      axes, (('step_ms', 'ms of a decode step'), ('row_bytes', 'bytes a row')), strict=True
-    ):
+    panels = (
+      ('step_ms', 'ms of a decode step', 1, (0.3, 1, 3, 10)),
+      ('row_bytes', 'KiB of state a row', 1024, (16, 64, 256, 1024, 4096)),
+    )
+    for axis, (key, label, unit, ticks) in zip(axes, panels, strict=True):
       for name in dict.fromkeys(point['model'] for point in found['points']):
         own = [point for point in found['points'] if point['model'] == name]
         sizes = [point['columns'] for point in own]
-        axis.plot(sizes, [point[key] for point in own], marker='o', label=name)
+        axis.plot(sizes, [point[key] / unit for point in own], marker='o', label=name)
       axis.set(xscale='log', yscale='log', xlabel='columns of context', ylabel=label)
       axis.set(xticks=sizes, xticklabels=[f'{size:,}' for size in sizes])
+      axis.set(yticks=ticks, yticklabels=[f'{tick:,}' for tick in ticks])
       axis.minorticks_off()
     axes[0].legend()
     figure.savefig(path, bbox_inches='tight')
