@@ -366,9 +366,10 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.dro_beta = 0.05
   # Values are clipped to this distance from the values at sampling; 0 is off.
   config.algorithm.value_clip = 0.5
-  # Weight of the value loss, whose gradient reaches the shared trunk too. With a separate critic it scales the critic's
-  # gradient before clipping. Unused without a critic.
-  config.algorithm.value_coef = 0.1
+  # Weight of the value loss, which is divided by the mean square of the returns (but by 0.01 at least), and whose
+  # gradient reaches the shared trunk too. With a separate critic it scales the critic's gradient before clipping.
+  # Unused without a critic.
+  config.algorithm.value_coef = 0.02
   # Weight of the entropy bonus.
   config.algorithm.entropy_coef = 0.001
   # Weight of the KL to the initial policy in the loss; above 0 it needs a second copy of the trained weights.

@@ -55,6 +55,8 @@ class WeightSettings:
   loss_norm_length: int
 
 
+# Metrics that are means over tokens of the value loss.
+_VALUE_MEANS = ('critic/vf_loss', 'critic/vf_clipfrac', 'critic/vpred_mean')
 # Metrics that are means over trained tokens.
 _TOKEN_MEANS = (
   'actor/entropy', 'actor/kl_loss', 'actor/pg_clipfrac', 'actor/pg_clipfrac_lower', 'actor/ppo_kl',
@@ -145,6 +147,7 @@ def _value_loss(values: jax.Array, batch: MiniBatch, settings: LossSettings) -> 
   value, stats = losses.value_loss(values, batch.returns, batch.old_values, batch.mask, clip=settings.value_clip)
   vf_loss = losses.aggregate(value, batch.value_weights)
   return vf_loss, {
+    'value_weights': jnp.sum(batch.value_weights),
     'critic/vf_loss': vf_loss,
     'critic/vf_clipfrac': losses.aggregate(stats['clipfrac'], batch.value_weights),
     'critic/vpred_mean': losses.aggregate(values, batch.value_weights),
@@ -154,9 +157,10 @@ def _value_loss(values: jax.Array, batch: MiniBatch, settings: LossSettings) -> 
 def token_means(sums: dict[str, Any]) -> dict[str, Any]:
   """The metrics of a mini-batch from the sums over its micro-batches: means over trained tokens are divided."""
   means = dict(sums)
-  if 'weights' in means:
-    whole = jnp.maximum(means.pop('weights'), 1e-9)
-    means |= {name: means[name] / whole for name in _TOKEN_MEANS if name in means}
+  for weights, names in (('weights', _TOKEN_MEANS), ('value_weights', _VALUE_MEANS)):
+    if weights in means:
+      whole = jnp.maximum(means.pop(weights), 1e-9)
+      means |= {name: means[name] / whole for name in names if name in means}
   return means
 
 
@@ -192,9 +196,19 @@ def with_loss_weights(
   weights[rows] = _token_weights(
     trained, mode=settings.loss_agg_mode, sequence=sequence, norm_length=settings.loss_norm_length
   )[:n]
-  value_weights[rows] = _token_weights(valued, mode='token-mean')[:n]
+  value_weights[rows] = _token_weights(valued, mode='token-mean')[:n] / value_unit(batch.returns, batch.valued)
   fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(TrainBatch)}
   return MiniBatch(**fields, weights=weights, value_weights=value_weights)
+
+
+def value_unit(returns: np.ndarray, valued: np.ndarray) -> np.float32:
+  """What the value loss is divided by: the mean square of the returns f32[B, R] of the tokens bool[B, R] in it.
+
+  So the gradient that reaches a shared trunk does not grow with the rewards, whose size is the environment's; a policy
+  loss has no size of rewards either, because advantages are whitened or compared in groups. Not below 0.01.
+  """
+  square = np.mean(np.square(returns[valued], dtype=np.float64)) if valued.any() else 1.0
+  return np.float32(max(square, 0.01))
 
 
 def shared_episodes(episode: np.ndarray) -> np.ndarray | None:

@@ -135,6 +135,12 @@ def value_loss(tokens: list[Token], clip: float) -> tuple[float, dict[str, float
   }
 
 
+def value_unit(batch) -> float:
+  """The mean square of the returns of the valued tokens of all rows, at least 0.01."""
+  squares = [float(x) ** 2 for x, valued in zip(batch.returns.flat, batch.valued.flat, strict=True) if valued]
+  return max(sum(squares) / len(squares), 0.01)
+
+
 def loss(
   tokens: list[Token], base: list[Token], *, low, high, dual, level, kl_coef, kl_kind, value_clip, value_coef,
   entropy_coef, mode, norm_length,

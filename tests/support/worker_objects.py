@@ -36,6 +36,11 @@ class Strange(dict):
     raise RuntimeError('no items')
 
 
+def _open_files() -> list[int]:
+  """Numbers of the open files beyond stderr. The connection keeps the number that it has in the parent: any."""
+  return [fd for fd in map(int, os.listdir('/dev/fd')) if fd > 2]
+
+
 ERRORS = {kind.__name__: kind for kind in (KeyError, SystemExit, KeyboardInterrupt, GeneratorExit, Nameless)}
 RESULTS = {
   'object': lambda: object(),
@@ -122,7 +127,7 @@ class Thing:
   def meddle(self, data):
     """Writes to the sockets that it finds open, and answers nothing; for `data` that begins with '+', it answers."""
     answers, data = data[:1] == b'+', data.removeprefix(b'+')
-    for fd in range(3, 64):
+    for fd in _open_files():
       try:
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
           socket.socket(fileno=os.dup(fd)).sendall(data)
@@ -134,7 +139,9 @@ class Thing:
 
   def cut(self):
     """Closes the connection, and goes on."""
-    os.closerange(3, 64)
+    for fd in _open_files():
+      with contextlib.suppress(OSError):  # the list's own
+        os.close(fd)
     time.sleep(600)
 
   def meet(self, own, other):

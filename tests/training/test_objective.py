@@ -157,7 +157,7 @@ def test_loss_metrics_and_gradient_are_those_of_the_plain_form(level, kind, mode
   def plain_loss(weights):
     return plain.loss(
       scored(weights), base, low=0.1, high=0.25, dual=1.5, level=level, kl_coef=0.6, kl_kind=kind, value_clip=0.4,
-      value_coef=0.8, entropy_coef=0.3, mode=mode, norm_length=_NORM_LENGTH,
+      value_coef=0.8 / plain.value_unit(batch), entropy_coef=0.3, mode=mode, norm_length=_NORM_LENGTH,
     )  # fmt: skip
 
   _, expected, ratios = plain_loss(weights)
@@ -217,7 +217,7 @@ def test_the_loss_itself_is_the_plain_one_and_its_parts_add_up():
   )
   expected, metrics, _ = plain.loss(
     tokens, tokens, low=0.2, high=0.28, dual=1.5, level='turn', kl_coef=0.6, kl_kind='k3', value_clip=0.5,
-    value_coef=0.8, entropy_coef=0.3, mode='token-mean', norm_length=_NORM_LENGTH,
+    value_coef=0.8 / plain.value_unit(batch), entropy_coef=0.3, mode='token-mean', norm_length=_NORM_LENGTH,
   )  # fmt: skip
   assert {name: float(x) for name, x in ours(model, whole).items()} == pytest.approx(
     {
@@ -239,7 +239,7 @@ def test_the_critic_s_warm_up_has_no_gradient_in_the_policy(separate):
   params = nnx.split(model)[1]
   learner = learning.learner(model, temperature=0.7, vocab_limit=_LIMIT, value_clip=0.4, value_coef=0.8)
   state = learning.state_of(learner, params)
-  gradients, metrics = learner.gradients(state, _parts(batch, episode), critic_only=True)
+  gradients, sums = learner.gradients(state, _parts(batch, episode), critic_only=True)
 
   def plain_loss(weights):
     tokens = plain.score(weights, batch, _ROWS, episode, theta=_THETA, temperature=0.7, vocab_limit=_LIMIT)
@@ -247,8 +247,28 @@ def test_the_critic_s_warm_up_has_no_gradient_in_the_policy(separate):
 
   weights = _plain_weights(params)
   _, expected = plain_loss(weights)
-  assert {name: float(x) for name, x in metrics.items()} == pytest.approx(expected, rel=1e-4)
-  _assert_gradient(gradients, lambda w: 0.8 * plain_loss(w)[0], weights, zero=lambda name: name.startswith("['policy"))
+  assert {name: float(x) for name, x in token_means(sums).items()} == pytest.approx(expected, rel=1e-4)
+  coef = 0.8 / plain.value_unit(batch)
+  _assert_gradient(gradients, lambda w: coef * plain_loss(w)[0], weights, zero=lambda name: name.startswith("['policy"))
+
+
+@pytest.mark.parametrize('scale', [0.02, 1.0, 30.0])
+def test_the_value_loss_has_no_size_of_rewards(scale):
+  """If this fails, the critic of a game with rewards of 10 drives the shared trunk, and the policy learns nothing."""
+  batch = _batch()
+  valued = batch.valued & (np.arange(len(batch.mask)) % 2 == 0)[:, None]
+  returns = np.where(valued, batch.returns, 99).astype(np.float32)  # of other tokens
+  returns[valued] *= 0.5 / np.sqrt(np.mean(np.square(returns[valued])))
+
+  def weights(returns):
+    given = batch.replace(returns=returns, valued=valued)
+    return with_loss_weights(given, _ROWS[:4], np.arange(7), WeightSettings('token-mean', 9), multiple=1).value_weights
+
+  unit = max((0.5 * scale) ** 2, 0.01)
+  found = weights(np.where(valued, returns * scale, returns))
+  expected = np.zeros(valued.shape)
+  expected[_ROWS[:4]] = valued[_ROWS[:4]] / valued[_ROWS[:4]].sum() / unit
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.slow

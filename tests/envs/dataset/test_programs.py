@@ -186,7 +186,7 @@ def tell(x):
     ('def double(x): return 1 if x == 3 else 1 / 0', DOUBLE, 'wrong'),  # the first failure
     ('import sys\nsys.exit(0)', DOUBLE, 'crash'),
     ('import os\ndef double(x): os._exit(0)', DOUBLE, 'crash'),
-    ('import os\nos.closerange(0, 64)\ndef double(x): return 6', DOUBLE, 'crash'),
+    ('import os\nos.closerange(0, 4096)\ndef double(x): return 6', DOUBLE, 'crash'),
     ('def double(x): return "x" * (1 << 30)', DOUBLE, 'memory'),
     ('def double(x): return "x" * 3_000_000', DOUBLE, 'output'),
     ('def double(x):\n  r = []\n  for _ in range(10**5): r = [r]\n  return r', DOUBLE, 'wrong'),

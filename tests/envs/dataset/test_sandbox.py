@@ -64,7 +64,7 @@ for path in ('/dev/stdin', '/proc/self/fd/0'):
     ('while True: pass', {'cpu_s': 1}, 'timeout'),
     ('import time\ntime.sleep(60)', {'wall_s': 0.5}, 'timeout'),
     # Without output, only the end of the process tells that it runs.
-    ('import os, time\nos.closerange(0, 64)\ntime.sleep(60)', {'wall_s': 0.5}, 'timeout'),
+    ('import os, time\nos.closerange(0, 4096)\ntime.sleep(60)', {'wall_s': 0.5}, 'timeout'),
     ('x = bytearray(300 << 20)', {}, 'memory'),
     pytest.param('x = []\nwhile True: x.append(bytes(1 << 20))', {}, 'memory', marks=pytest.mark.slow),
     ('print("x" * 10_000_000)', {}, 'output'),
