@@ -238,9 +238,13 @@ class Person:
       f"best possible: {possible}, reward: {format_reward(episode.env_return)}, {used}. 'new' begins the next level.\n"
     )
 
+  @property
+  def _has_hints(self) -> bool:
+    return self._spec.env.has_solver or self._spec.env.has_expert
+
   def _hint(self, log: EpisodeLog) -> str:
     """The solver's next turn, in one line."""
-    if not (self._spec.env.has_solver or self._spec.env.has_expert):
+    if not self._has_hints:
       return f'{self._spec.tag} has no solver, so there is no hint.\n'
     try:
       (names,) = self._solver.plans(log)
@@ -259,6 +263,7 @@ class Person:
   def help(self) -> str:
     """The task of the prompt, and the commands."""
     task = describe_task(self._spec, self._context.settings.action_sep)
-    commands = ', '.join(f'{name!r} ({meaning})' for name, meaning in _COMMANDS.items())
+    shown = {name: meaning for name, meaning in _COMMANDS.items() if name != 'hint' or self._has_hints}
+    commands = ', '.join(f'{name!r} ({meaning})' for name, meaning in shown.items())
     more = f'\n{self._spec.env.typing_help}' if self._spec.env.typing_help else ''
     return f'{task}{more}\nType the actions of a turn, or {commands}.\n\n'

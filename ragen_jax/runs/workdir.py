@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Set
@@ -24,6 +25,8 @@ from ragen_jax.runs.stores import is_address, open_store
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import replace_file
 from ragen_jax.utils.locks import file_lock
+
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -75,7 +78,8 @@ def record_config(
   """Writes the config to `<workdir>/config.json`. If there is a checkpoint, first compares it with the recorded config.
 
   Fields in `free_fields` may change between starts; config.json then contains their new values. Before the first
-  checkpoint every field may change. Several processes may call this at the same time; all of them write the same text.
+  checkpoint every field may change, with a warning. Several processes may call this at the same time; all of them write
+  the same text.
 
   Args:
     config: nested dict of JSON values, such as `config.to_dict()`.
@@ -90,13 +94,28 @@ def record_config(
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     has_checkpoint = any(p.name.isdigit() for p in (path.parent / 'checkpoints').glob('*'))
-    old_text = path.read_text() if has_checkpoint and path.exists() else None
+    old_text = path.read_text() if path.exists() else None
+  except (FileExistsError, NotADirectoryError) as e:
+    raise UserError(f'workdir {workdir} cannot be used: it is a file, or lies in one') from e
   except OSError as e:
     raise UserError(f'workdir {workdir} cannot be used: {e.strerror or e}') from e
-  if old_text is not None:
+  if has_checkpoint and old_text is not None:
     _check_same(f'workdir {workdir}', _differences(path, old_text, text), free_fields, reasons or {})
+  elif old_text is not None and old_text != text:
+    _tell_new_config(workdir, path, old_text, text)
   if text != old_text:
     replace_file(path, text, many_writers=True)
+
+
+def _tell_new_config(workdir: str | os.PathLike[str], path: pathlib.Path, old_text: str, text: str) -> None:
+  """Warns that a run begins anew where one with another config ended before its first checkpoint."""
+  try:
+    found = _differences(path, old_text, text)
+    changed = '; '.join(f'{name} was {was} and is {now}' for name, (was, now) in found.items())
+  except UserError:
+    changed = f'{path} was not a config that this program wrote'
+  if changed:
+    _log.warning('workdir %s has no checkpoint, so its run begins anew, with another config: %s', workdir, changed)
 
 
 def compare_config(

@@ -26,6 +26,8 @@ def file_lock(path: str | os.PathLike[str], what: str, remedy: str) -> Iterator[
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open('a')
+  except (FileExistsError, NotADirectoryError) as e:
+    raise UserError(f'{what} cannot be used: it is a file, or lies in one') from e
   except OSError as e:
     raise UserError(f'{what} cannot be used: {e.strerror or e}') from e
   with file:

@@ -300,6 +300,7 @@ def test_games_without_a_solver_say_so(monkeypatch):
 
   monkeypatch.setitem(registry.TYPES, 'frozen_lake', Unsolved)
   shown = _typed(_config('FrozenLake'), 'hint', *['Up'] * 5)
+  assert "'hint'" not in shown[0] and "'help'" in shown[0]
   assert shown[1] == 'FrozenLake has no solver, so there is no hint.\n'
   end = next(part for part in shown if 'Success: ' in part)
   assert 'best possible: not known' in end

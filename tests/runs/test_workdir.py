@@ -19,9 +19,12 @@ def _begin(workdir):
   (pathlib.Path(workdir) / 'checkpoints' / '1').mkdir(parents=True)
 
 
-def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_path):
-  record_config(tmp_path, {'seed': 0})
+def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_path, caplog):
+  for _ in range(2):
+    record_config(tmp_path, {'seed': 0})
+  assert not caplog.messages
   record_config(tmp_path, {'seed': 1})
+  assert len(caplog.messages) == 1 and caplog.messages[0].endswith('with another config: seed was 0 and is 1')
   assert json.loads((tmp_path / 'config.json').read_text()) == {'seed': 1}
   _begin(tmp_path)
   with pytest.raises(UserError, match='seed was 1 and is 2'):
@@ -128,7 +131,7 @@ def test_two_runs_cannot_share_a_workdir(tmp_path):
 def test_a_workdir_below_a_file_cannot_be_used(tmp_path):
   (tmp_path / 'file').touch()
   for use in (lambda: record_config(tmp_path / 'file', {}), lambda: workdir_lock(tmp_path / 'file').__enter__()):
-    with pytest.raises(UserError, match=r'workdir .*/file cannot be used'):
+    with pytest.raises(UserError, match=r'workdir .*/file cannot be used: it is a file'):
       use()
 
 

@@ -197,7 +197,7 @@ class DatasetEnvironment(TextEnvironment):
   def items(self) -> tuple[Item, ...]:
     """The items, in the order of the source; ValueError, with one line, if it cannot be read."""
     if not (self.path or self.generator or self.hub):
-      raise ValueError("dataset: path=''; allowed: a file of questions, --config.envs.TAG.path=mine.jsonl")
+      raise ValueError("dataset: path=''; allowed: a file of questions, such as mine.jsonl")
     stamps = [sources.check_file(path) for path in self.path]
     return load_items(self._settings(tuple((s.st_size, s.st_mtime_ns) for s in stamps)))
 

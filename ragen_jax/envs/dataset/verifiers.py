@@ -140,7 +140,7 @@ def check_verifier(name: Any) -> None:
   """Raises ValueError if there is no such verifier. A function is imported by `make_verifier` only."""
   if not isinstance(name, str) or (name not in VERIFIERS and ':' not in name):
     hint = did_you_mean(str(name), VERIFIERS)
-    allowed = f"{', '.join(VERIFIERS)}, or a function 'package.module:function'"
+    allowed = f"{', '.join(VERIFIERS)}, or a function, 'package.module:function' or 'file.py:function'"
     raise ValueError(f'dataset: verifier={one_line(name)}; {hint}allowed: {allowed}')
 
 

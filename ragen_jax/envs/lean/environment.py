@@ -160,7 +160,7 @@ class LeanEnvironment(TextEnvironment):
   def items(self) -> tuple[Item, ...]:
     """The statements, in the order of the source; ValueError, with one line, if it cannot be read."""
     if not (self.path or self.hub):
-      raise ValueError("lean: path=''; allowed: a file of statements, --config.envs.TAG.path=mine.jsonl")
+      raise ValueError("lean: path=''; allowed: a file of statements, such as mine.jsonl")
     stats = [sources.check_file(path, 'lean') for path in self.path]
     names = self.fields
     fields = {
