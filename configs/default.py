@@ -331,6 +331,9 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.high_level_gamma = 0.95
   # GAE's lambda per turn, in 'bi_level_gae' and 'turn_wise_gae'; negative for the same as `lam`.
   config.algorithm.high_level_lam = -1.0
+  # GAE's lambda of the critic's targets, per token and per turn; negative for that of the advantages. 1 gives the
+  # returns that were earned, so a critic that is wrong at first finds out sooner (VC-PPO, arXiv 2503.01491).
+  config.algorithm.critic_lam = -1.0
   # Bootstrap with the critic's value after the last token of an episode that reached a limit of its budget. Otherwise
   # this value is 0, because the budget is part of the task that the prompt states. For estimators with a critic.
   config.algorithm.bootstrap_truncated = False

@@ -244,7 +244,9 @@ def trainer_settings(
     estimate=fill(
       EstimateSettings,
       a,
-      advantages=fill(AdvantageSettings, a, high_level_lam=None if a.high_level_lam < 0 else a.high_level_lam),
+      advantages=fill(
+        AdvantageSettings, a, **{name: None if a[name] < 0 else a[name] for name in ('high_level_lam', 'critic_lam')}
+      ),
       reward=fill(RewardSettings, config.reward),
       batching=batching_settings(config, model, limit),
       banned=model.tokenizer.banned,

@@ -69,13 +69,17 @@ ESTIMATORS: dict[str, Estimator] = {
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageSettings:
-  """An estimator and its options. Fields of `config.algorithm`; a `high_level_lam` of None means `lam`."""
+  """An estimator and its options. Fields of `config.algorithm`.
+
+  A `high_level_lam` of None means `lam`; a `critic_lam` of None means `lam` and `high_level_lam`.
+  """
 
   adv_estimator: str
   gamma: float
   lam: float
   high_level_gamma: float
   high_level_lam: float | None
+  critic_lam: float | None
   length_weight: bool
   whiten_advantages: bool
   step_gamma: float
@@ -135,23 +139,15 @@ def compute_advantages(settings: AdvantageSettings, inputs: AdvantageInputs) -> 
   whitens = s.whiten_advantages and estimator.whitens
   along = {'episode': x.episode, 'turn': x.turn}
 
-  if name == 'turn_wise_gae':  # the mean and deviation are those of turns, not of tokens
-    high_level_lam = s.lam if s.high_level_lam is None else s.high_level_lam
-    advantages, returns = turn_wise_gae(
-      x.rewards, x.values, x.loss_mask, x.turn, s.high_level_gamma, high_level_lam, x.bootstrap, episode=x.episode
-    )
-    ends = masks.turn_ends(x.loss_mask, x.turn)
-    if whitens:
-      advantages = over_turns(whiten(advantages, ends), x.loss_mask, ends)
-    return Advantages(advantages, returns, ends)
-
-  if name == 'gae':
-    advantages, returns = gae(x.rewards, x.values, mask, s.gamma, s.lam, x.bootstrap, **along)
-  elif name == 'bi_level_gae':
-    levels = (s.gamma, s.lam, s.high_level_gamma, s.high_level_lam)
-    advantages, returns = bi_level_gae(
-      x.rewards, x.values, mask, x.turn, *levels, x.bootstrap, loss_mask=x.loss_mask, episode=x.episode
-    )
+  if estimator.needs_critic:
+    advantages, returns = _recursive(s, x, mask, s.lam, s.high_level_lam)
+    if s.critic_lam is not None:
+      _, returns = _recursive(s, x, mask, s.critic_lam, s.critic_lam)
+    if name == 'turn_wise_gae':  # the mean and deviation are those of turns, not of tokens
+      ends = masks.turn_ends(x.loss_mask, x.turn)
+      if whitens:
+        advantages = over_turns(whiten(advantages, ends), x.loss_mask, ends)
+      return Advantages(advantages, returns, ends)
   elif name == 'reinforce_plus_plus':
     advantages = returns = discounted_returns(x.rewards, mask, s.gamma, **along)
   else:
@@ -159,6 +155,25 @@ def compute_advantages(settings: AdvantageSettings, inputs: AdvantageInputs) -> 
     returns = to_tokens(scores, mask)
     advantages = _from_scores(s, x, scores, mask)
   return Advantages(whiten(advantages, mask) if whitens else advantages, returns, mask)
+
+
+def _recursive(
+  s: AdvantageSettings, x: AdvantageInputs, mask: jax.Array, lam: float, high_level_lam: float | None
+) -> tuple[jax.Array, jax.Array]:
+  """Advantages and returns f32[B, T] of the estimators with a critic."""
+  if s.adv_estimator == 'gae':
+    return gae(x.rewards, x.values, mask, s.gamma, lam, x.bootstrap, episode=x.episode, turn=x.turn)
+  if s.adv_estimator == 'turn_wise_gae':
+    high_level_lam = lam if high_level_lam is None else high_level_lam
+    return turn_wise_gae(
+      x.rewards, x.values, x.loss_mask, x.turn, s.high_level_gamma, high_level_lam, x.bootstrap, episode=x.episode
+    )
+  if s.adv_estimator == 'bi_level_gae':
+    levels = (s.gamma, lam, s.high_level_gamma, high_level_lam)
+    return bi_level_gae(
+      x.rewards, x.values, mask, x.turn, *levels, x.bootstrap, loss_mask=x.loss_mask, episode=x.episode
+    )
+  raise ValueError(f'algorithm.adv_estimator {s.adv_estimator!r} has a row in ESTIMATORS and no function here')
 
 
 def _from_scores(s: AdvantageSettings, x: AdvantageInputs, scores: jax.Array, mask: jax.Array) -> jax.Array:

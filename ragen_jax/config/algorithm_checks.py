@@ -54,8 +54,9 @@ def check_algorithm(config: ConfigDict) -> None:
   rules.at_least(config, 2, 'monitor.information_samples')
   rules.at_least(config, 0, *_NOT_NEGATIVE)
   rules.fraction(config, 'algorithm.step_gamma')
-  high_level_lam = config.algorithm.high_level_lam
+  high_level_lam, critic_lam = config.algorithm.high_level_lam, config.algorithm.critic_lam
   rules.check(config, 'algorithm.high_level_lam', high_level_lam <= 1, 'must be at most 1; negative is the same as lam')
+  rules.check(config, 'algorithm.critic_lam', critic_lam <= 1, 'must be at most 1; negative is that of the advantages')
   rules.below_one(config, 'monitor.ema_decay')
   signals = config.monitor.min_signals
   rules.check(config, 'monitor.min_signals', signals <= len(SIGNALS), f'there are only {len(SIGNALS)} signals')

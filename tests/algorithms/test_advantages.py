@@ -52,6 +52,19 @@ def test_scores_that_are_given_are_compared_in_place_of_sums_of_rewards(batch, n
   assert np.abs(got.advantages).max() > 0.1
 
 
+@pytest.mark.parametrize('name', ['gae', 'turn_wise_gae', 'bi_level_gae'])
+@pytest.mark.slow_cases('turn_wise_gae')
+def test_the_critic_s_targets_may_have_a_lambda_of_their_own(batch, name):
+  given = arrays_of(batch(1))
+  got = compute(name, given, critic_lam=0.5)
+  of_policy = compute(name, given)
+  of_critic = compute(name, given, lam=0.5, high_level_lam=0.5)
+  np.testing.assert_array_equal(got.advantages, of_policy.advantages)
+  np.testing.assert_array_equal(got.returns, of_critic.returns)
+  np.testing.assert_array_equal(got.value_mask, of_policy.value_mask)
+  assert np.abs(np.asarray(got.returns) - of_policy.returns).max() > 0.05
+
+
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.slow_cases('gae')
 def test_each_name_is_its_function(batch, name):

@@ -67,6 +67,7 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
   [
     ({'algorithm.step_gamma': 1.5}, r'^algorithm\.step_gamma=1\.5: must be between 0 and 1$'),
     ({'algorithm.high_level_lam': 1.5}, r'^algorithm\.high_level_lam=1\.5: must be at most 1; negative is the same as'),
+    ({'algorithm.critic_lam': 1.5}, r'^algorithm\.critic_lam=1\.5: must be at most 1; negative is that of the advant'),
     ({'monitor.ema_decay': 1.0}, r'^monitor\.ema_decay=1\.0: must be at least 0 and below 1$'),
     ({'monitor.min_signals': 6}, r'^monitor\.min_signals=6: there are only 5 signals$'),
     *(
@@ -159,7 +160,7 @@ _TRAINER = {'algorithm.old_logprobs': 'trainer'}
 @pytest.mark.parametrize(
   'fields',
   [
-    {'algorithm.high_level_lam': 1.0, 'algorithm.step_gamma': 1.0},
+    {'algorithm.high_level_lam': 1.0, 'algorithm.critic_lam': 1.0, 'algorithm.step_gamma': 1.0},
     {'monitor.spike_factor': 0.0},
     {'monitor.spike_factor': 1.5},
     {'monitor.min_signals': 4, 'monitor.rollback_lr': 1.0, 'monitor.ema_decay': 0.0},

@@ -30,6 +30,7 @@ _MAY_BE_NEGATIVE = {
   'agent.format_penalty': 'a penalty',
   'algorithm.entropy_coef': 'less entropy',
   'algorithm.high_level_lam': 'the same as lam',
+  'algorithm.critic_lam': 'that of the advantages',
   'compile_ahead': 'as many as the machine has processors for',
   'mesh.data': 'all devices that are left',
   'serve.success_score': 'a score',

@@ -19,8 +19,8 @@ SURROGATE = {
 REWARD = {'credit': 'trajectory', 'grouping': 'state', 'method': 'identity'}
 
 _SETTINGS = {
-  'gamma': 1.0, 'lam': 1.0, 'high_level_gamma': 0.95, 'high_level_lam': None, 'length_weight': False,
-  'whiten_advantages': True, 'step_gamma': 0.95, 'step_weight': 1.0, 'step_std': False,
+  'gamma': 1.0, 'lam': 1.0, 'high_level_gamma': 0.95, 'high_level_lam': None, 'critic_lam': None,
+  'length_weight': False, 'whiten_advantages': True, 'step_gamma': 0.95, 'step_weight': 1.0, 'step_std': False,
 }  # fmt: skip
 
 
