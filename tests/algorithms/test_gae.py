@@ -157,7 +157,7 @@ def test_worked_example(parameters, bi_level, returns, whitened, token, turn_wis
   got, got_returns = bi_level_gae(REWARDS, VALUES, MASK, TURN, gamma, lam, high_gamma)
   np.testing.assert_allclose(got[0], bi_level, atol=1e-5)
   np.testing.assert_allclose(got_returns[0], returns, atol=1e-5)
-  np.testing.assert_allclose(whiten(got, MASK)[0], whitened, atol=1e-5)
+  np.testing.assert_allclose(jax.jit(whiten)(got, MASK)[0], whitened, atol=1e-5)
   np.testing.assert_allclose(gae(REWARDS, VALUES, MASK, gamma, lam)[0][0], token, atol=1e-5)
   np.testing.assert_allclose(turn_wise_gae(REWARDS, VALUES, MASK, TURN, high_gamma, lam)[0][0], turn_wise, atol=1e-5)
 
@@ -188,7 +188,7 @@ def test_2_turns_meet_at_their_last_tokens_only():
   assert abs(float(after[0, 2] - before[0, 2]) - 0.5 * 3.0) < 1e-5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), truncated=st.booleans())
 def test_3_equal_to_token_gae_without_discount(batch, seed, truncated):
   b = batch(seed)
@@ -323,7 +323,7 @@ def test_turns_of_zero_reward_still_end():
 def test_advantage_mask_wider_than_the_loss_mask():
   """M_adv off: observation tokens take part, and turns still end where the policy's tokens do."""
   every = np.ones_like(MASK)
-  got, _ = module.bi_level_gae(REWARDS, VALUES, every, TURN, 0.99, 0.9, 0.95, loss_mask=MASK)
+  got, _ = bi_level_gae(REWARDS, VALUES, every, TURN, 0.99, 0.9, 0.95, loss_mask=MASK)
   high = loop_turns(
     list(REWARDS[0, MASK[0]].astype(float)), list(VALUES[0, MASK[0]]), list(TURN[0, MASK[0]]), 0.95, 0.9
   )
@@ -391,4 +391,5 @@ def test_rows_of_one_episode_need_turns(batch):
 def test_discounted_returns_skip_holes():
   mask = np.array([[1, 0, 0, 1, 1]], bool)
   rewards = np.array([[1.0, 7.0, 7.0, 2.0, 4.0]], np.float32)
-  np.testing.assert_allclose(module.discounted_returns(rewards, mask, 0.5)[0], [1 + 1 + 1, 0, 0, 4, 4], atol=1e-6)
+  got = jax.jit(module.discounted_returns)(rewards, mask, 0.5)
+  np.testing.assert_allclose(got[0], [1 + 1 + 1, 0, 0, 4, 4], atol=1e-6)

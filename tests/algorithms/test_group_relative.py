@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -12,9 +13,20 @@ from ragen_jax.algorithms import group_relative as module
 
 OPTIONS = ('scale_by_std', 'length_weight')
 grpo = jax.jit(module.grpo, static_argnames=OPTIONS)
+
+
+@jax.jit
+def every_grpo(*arrays, **options):
+  """One program for both options of each switch."""
+  values = itertools.product((True, False), repeat=2)
+  return {x: module.grpo(*arrays, **dict(zip(OPTIONS, x, strict=True)), **options) for x in values}
+
+
 rloo = jax.jit(module.rloo)
 brpo = jax.jit(module.brpo)
 gigpo = jax.jit(module.gigpo, static_argnames='scale_by_std')
+both_gigpo = jax.jit(lambda *x, **o: [module.gigpo(*x, **o, scale_by_std=std) for std in (False, True)])
+episode_scores = jax.jit(module.episode_scores)
 
 
 def scores_of(b):
@@ -48,9 +60,9 @@ def several_rows(b):
 
 def test_episode_scores(batch):
   b = batch(0)
-  np.testing.assert_allclose(module.episode_scores(b.rewards, b.loss_mask), scores_of(b), atol=1e-6)
+  np.testing.assert_allclose(episode_scores(b.rewards, b.loss_mask), scores_of(b), atol=1e-6)
   parts = several_rows(b)
-  got = module.episode_scores(parts.rewards, parts.loss_mask, parts.episode)
+  got = episode_scores(parts.rewards, parts.loss_mask, parts.episode)
   np.testing.assert_allclose(got, scores_of(b)[parts.source], atol=1e-6)
 
 
@@ -72,18 +84,12 @@ def test_grpo(batch, scale_by_std, length_weight):
       expected[row] = (scores[row] - mean) / (std + 1e-6) if scale_by_std else scores[row] - mean
       if length_weight:
         expected[row] /= lengths[row] / mean_length
-    got = grpo(scores.astype(np.float32), b.group, b.loss_mask, scale_by_std=scale_by_std, length_weight=length_weight)
+    got = every_grpo(scores.astype(np.float32), b.group, b.loss_mask)[scale_by_std, length_weight]
     np.testing.assert_allclose(got, spread(b, expected), atol=2e-5)
 
     parts = several_rows(b)
-    rows = grpo(
-      scores[parts.source].astype(np.float32),
-      parts.group,
-      parts.loss_mask,
-      episode=parts.episode,
-      scale_by_std=scale_by_std,
-      length_weight=length_weight,
-    )
+    of_parts = scores[parts.source].astype(np.float32), parts.group, parts.loss_mask
+    rows = every_grpo(*of_parts, episode=parts.episode)[scale_by_std, length_weight]
     of_rows = np.array([expected.get(row, 0.0) for row in parts.source])
     np.testing.assert_allclose(rows, np.where(parts.loss_mask, of_rows[:, None], 0.0), atol=2e-5)
   assert singles >= 4
@@ -159,14 +165,14 @@ def test_gigpo(batch, scale_by_std):
     b.rewards = np.where(inside, b.rewards - 0.2, b.rewards).astype(np.float32)
     expected, shared = loop_gigpo(b, anchors, 0.9, 0.5, scale_by_std)
     total += shared
-    options = {'step_gamma': 0.9, 'step_weight': 0.5, 'scale_by_std': scale_by_std}
-    got = gigpo(b.rewards, b.group, b.loss_mask, b.turn, anchors, **options)
+    options = {'step_gamma': 0.9, 'step_weight': 0.5}
+    got = both_gigpo(b.rewards, b.group, b.loss_mask, b.turn, anchors, **options)[scale_by_std]
     np.testing.assert_allclose(got, expected, atol=5e-5)
 
     parts = several_rows(b)
-    rows = gigpo(
+    rows = both_gigpo(
       parts.rewards, parts.group, parts.loss_mask, parts.turn, anchors[parts.source], episode=parts.episode, **options
-    )
+    )[scale_by_std]
     together = np.zeros_like(expected)
     np.add.at(together, parts.source, np.asarray(rows))
     np.testing.assert_allclose(together, expected, atol=5e-5)

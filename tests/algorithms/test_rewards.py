@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from tests.support.estimators import REWARD
 
 OPTIONS = ('credit', 'grouping', 'method')
 _shape_rewards = jax.jit(module.shape_rewards, static_argnames=OPTIONS)
+normalize_scores = jax.jit(module.normalize_scores, static_argnames=OPTIONS[1:])
+kl_in_reward = jax.jit(module.kl_in_reward)
 
 
 def shape_rewards(*arrays, **options):
@@ -57,6 +61,13 @@ def loop_normalize(x, method):
   return np.clip(normal, -1, 3) if method == 'asym_clip' else normal
 
 
+@jax.jit
+def _by_every_method(*arrays):
+  """One program for all ways to group and to normalise."""
+  ways = itertools.product(module.GROUPINGS, module.METHODS)
+  return {f'{g} {m}': module.shape_rewards(*arrays, **REWARD | {'grouping': g, 'method': m}) for g, m in ways}
+
+
 @pytest.mark.parametrize('grouping', module.GROUPINGS)
 @pytest.mark.parametrize('method', module.METHODS)
 def test_normalization(batch, grouping, method):
@@ -70,7 +81,7 @@ def test_normalization(batch, grouping, method):
       rows = np.flatnonzero((keys == key) & b.valid)
       if len(rows):
         expected[rows] = loop_normalize(scores[rows], method)
-    got, normal = shape_rewards(b.rewards, b.loss_mask, b.turn, b.group, b.env, grouping=grouping, method=method)
+    got, normal = _by_every_method(b.rewards, b.loss_mask, b.turn, b.group, b.env)[f'{grouping} {method}']
     np.testing.assert_allclose(normal, expected, atol=1e-5)
     np.testing.assert_allclose(np.asarray(got).sum(-1), expected, atol=1e-5)
     assert ((np.asarray(got) != 0) <= b.ends).all()
@@ -80,7 +91,7 @@ def test_normalization_of_equal_scores_is_zero():
   mask = np.ones((4, 1), bool)
   group = np.zeros(4, np.int32)
   for method in ('mean', 'mean_std', 'asym_clip'):
-    got = module.normalize_scores(np.full(4, 0.1, np.float32), mask, group, group, grouping='state', method=method)
+    got = normalize_scores(np.full(4, 0.1, np.float32), mask, group, group, grouping='state', method=method)
     assert not np.asarray(got).any()
 
 
@@ -89,16 +100,16 @@ def test_scores_that_hardly_differ_are_not_blown_up():
   group = np.zeros(4, np.int32)
   scores = np.array([0, 0, 0, 1e-6], np.float32)  # a deviation of 5e-7
   for method in ('mean_std', 'asym_clip'):
-    assert not np.asarray(module.normalize_scores(scores, mask, group, group, grouping='state', method=method)).any()
+    assert not np.asarray(normalize_scores(scores, mask, group, group, grouping='state', method=method)).any()
 
 
 def test_asym_clip_clips():
   scores = np.array([0] * 15 + [1], np.float32)
   group = np.zeros(16, np.int32)
   options = {'grouping': 'state', 'method': 'asym_clip'}
-  got = module.normalize_scores(scores, np.ones((16, 1), bool), group, group, **options)
+  got = normalize_scores(scores, np.ones((16, 1), bool), group, group, **options)
   assert float(got[-1]) == 3.0
-  got = module.normalize_scores(-scores, np.ones((16, 1), bool), group, group, **options)
+  got = normalize_scores(-scores, np.ones((16, 1), bool), group, group, **options)
   assert float(got[-1]) == -1.0
 
 
@@ -133,12 +144,12 @@ def test_kl_in_reward(batch):
   b = batch(0)
   m, given = b.loss_mask, np.arange(8, dtype=np.float32)
   penalty = np.where(m, 0.1 * b.values, 0)
-  got, scores = module.kl_in_reward(b.rewards, given, b.values, m, 0.1)
+  got, scores = kl_in_reward(b.rewards, given, b.values, m, 0.1)
   np.testing.assert_allclose(got[m], b.rewards[m] - penalty[m], atol=1e-6)
   np.testing.assert_allclose(scores, given - penalty.sum(-1), atol=1e-5)
   # An episode of several rows pays for all of them.
   episode = np.arange(8) // 2
-  _, scores = module.kl_in_reward(b.rewards, given, b.values, m, 0.1, episode=episode)
+  _, scores = kl_in_reward(b.rewards, given, b.values, m, 0.1, episode=episode)
   expected = given - np.where(m.any(-1), np.bincount(episode, penalty.sum(-1))[episode], 0)
   np.testing.assert_allclose(scores, expected, atol=1e-5)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen_jax.algorithms import filters, masks, rewards, rounding
-from ragen_jax.algorithms.advantages import AdvantageInputs, compute_advantages
+from ragen_jax.algorithms import advantages, filters, group_relative, masks, rewards, rounding
+from ragen_jax.algorithms.advantages import AdvantageInputs
 from ragen_jax.algorithms.diagnostics import in_group_reward
-from ragen_jax.algorithms.group_relative import episode_scores, gigpo
 from tests.support.estimators import FILTER, advantage_settings
 
 # Five moves of Sokoban that solve a level: four steps, and the one that pushes the box onto its target.
@@ -18,6 +20,10 @@ SOLVED = (-0.1, -0.1, -0.1, -0.1, 10.9)
 # The same five moves as turns of so many actions.
 CUTS = ((5,), (1, 4), (2, 3), (2, 2, 1))
 COLUMNS = 12
+
+# Each is one program, as in training, in place of one for each operation.
+compute_advantages = jax.jit(advantages.compute_advantages, static_argnums=0)
+episode_scores = jax.jit(group_relative.episode_scores)
 
 
 def rows(cuts, actions=SOLVED):
@@ -56,21 +62,24 @@ def test_a_group_that_is_fully_solved_has_no_advantages(name):
 
 def test_reinforce_plus_plus_does_not_blow_up_what_is_left_of_equal_returns():
   reward, mask, turn = rows(CUTS)
-  ends = np.asarray(masks.turn_ends(mask, turn))
+  ends = np.asarray(jax.jit(masks.turn_ends)(mask, turn))
   first = mask & (turn == 0)
-  found = masks.whiten(np.where(first, episode_scores(reward, mask)[:, None], 0), first)
+  found = jax.jit(masks.whiten)(np.where(first, episode_scores(reward, mask)[:, None], 0), first)
   assert ends.any()
   np.testing.assert_array_equal(found, 0)
 
 
-@pytest.mark.parametrize('method', ['mean', 'mean_std', 'asym_clip'])
-@pytest.mark.parametrize('grouping', rewards.GROUPINGS)
-def test_normalised_scores_of_equal_episodes_are_zero(method, grouping):
+def test_normalised_scores_of_equal_episodes_are_zero():
   reward, mask, _ = rows(CUTS)
   zero = np.zeros(len(CUTS), np.int32)
-  scores = episode_scores(reward, mask)
-  found = rewards.normalize_scores(scores, mask, zero, zero, grouping=grouping, method=method)
-  np.testing.assert_array_equal(found, 0)
+  ways = itertools.product(rewards.GROUPINGS, ['mean', 'mean_std', 'asym_clip'])
+
+  @jax.jit
+  def run(scores):
+    return {f'{g} {m}': rewards.normalize_scores(scores, mask, zero, zero, grouping=g, method=m) for g, m in ways}
+
+  for way, found in run(episode_scores(reward, mask)).items():
+    np.testing.assert_array_equal(found, 0, err_msg=way)
 
 
 def test_filters_and_metrics_see_that_the_group_does_not_vary():
@@ -112,7 +121,7 @@ def test_steps_from_one_state_with_equal_returns_have_no_advantage_when_divided_
   turn, mask = np.array([[0, 1, 2]] * 2, np.int32), np.ones((2, 3), bool)
   anchors = np.array([[0, 1, 9], [2, 3, 9]], np.int32)
   options = {'step_gamma': 0.95, 'step_weight': 1.0, 'scale_by_std': True}
-  found = np.asarray(gigpo(reward, np.zeros(2, np.int32), mask, turn, anchors, **options))
+  found = np.asarray(group_relative.gigpo(reward, np.zeros(2, np.int32), mask, turn, anchors, **options))
   of_episode = found[:, :1]  # the first two turns have no peer, so theirs is the episode's part
   np.testing.assert_array_equal(found[:, 2], of_episode[:, 0])
 
@@ -124,7 +133,7 @@ def test_real_differences_are_not_taken_for_rounding():
   mask = np.ones((2, 1), bool)
   turn, group = np.zeros((2, 1), np.int32), np.zeros(2, np.int32)
   found = compute_advantages(advantage_settings('grpo'), AdvantageInputs(scores[:, None], mask, turn, group))
-  np.testing.assert_allclose(found.advantages[:, 0], [np.sqrt(0.5), -np.sqrt(0.5)], rtol=1e-4)
+  np.testing.assert_allclose(np.asarray(found.advantages)[:, 0], [np.sqrt(0.5), -np.sqrt(0.5)], rtol=1e-4)
 
 
 @settings(max_examples=40, deadline=None)

@@ -36,33 +36,37 @@ def test_attention_is_a_softmax_over_the_columns_of_the_mask(settings):
   q, k, v = _random(9, seed=0)
   mask = np.random.default_rng(1).random((2, 9, 9)) < 0.6
   mask |= np.eye(9, dtype=bool)
-  out = attend(q, k, v, jnp.asarray(mask), settings=settings)
+  out = jax.device_get(jax.jit(functools.partial(attend, settings=settings))(q, k, v, mask))
   chex.assert_shape(out, (2, 9, 4, 8))
+  q, k, v = jax.device_get((q, k, v))
   for b in range(2):
     for head in range(4):
-      scores = np.asarray(q[b, :, head] @ k[b, :, head // 2].T, np.float64) * 8**-0.5
+      scores = (q[b, :, head] @ k[b, :, head // 2].T).astype(np.float64) * 8**-0.5
       weights = np.where(mask[b], np.exp(scores), 0)
       weights /= weights.sum(axis=-1, keepdims=True)
-      np.testing.assert_allclose(out[b, :, head], weights @ np.asarray(v[b, :, head // 2]), rtol=0, atol=1e-5)
+      np.testing.assert_allclose(out[b, :, head], weights @ v[b, :, head // 2], rtol=0, atol=1e-5)
 
 
 @_WAYS
 @pytest.mark.slow_cases('settings0', 'settings1')
 def test_attention_in_blocks_of_queries_is_attention_and_has_its_gradient(monkeypatch, settings):
   """8 queries per block: four whole blocks and a part of one."""
-  q, k, v = (jax.random.normal(jax.random.key(i), (2, 37, n, 8)) for i, n in enumerate((4, 2, 2)))
-  mask = jnp.tril(jnp.ones((37, 37), bool))[None] & (jax.random.uniform(jax.random.key(3), (2, 1, 37)) < 0.8)
+  inputs = _random(37, seed=3)
+  mask = np.tril(np.ones((37, 37), bool)) & (np.random.default_rng(4).random((2, 1, 37)) < 0.8)
 
-  def both(q, k, v):
-    run = functools.partial(attend, mask=mask, settings=settings)
-    return run(q, k, v), jax.grad(lambda *x: jnp.sum(run(*x) ** 2), argnums=(0, 1, 2))(q, k, v)
+  def both(inputs):
+    def run(*x):
+      out = attend(*x, mask, settings=settings)
+      return jnp.sum(out**2), out
 
-  whole = both(q, k, v)
+    return jax.jit(lambda *x: jax.grad(run, argnums=(0, 1, 2), has_aux=True)(*x))(*inputs)
+
+  whole = both(inputs)
   monkeypatch.setattr(attention, '_MAX_SCORES', 0)
   monkeypatch.setattr(attention, '_BLOCK_SCORES', 0)
   monkeypatch.setattr(attention, '_MIN_BLOCK', 8)
   monkeypatch.setattr(attention, '_ROW_BLOCK', 8)
-  chex.assert_trees_all_close(both(q, k, v), whole, atol=1e-5)
+  chex.assert_trees_all_close(both(inputs), whole, atol=1e-5)
 
 
 def test_attention_row_by_row_is_attention():
@@ -128,33 +132,46 @@ def test_blocks_follow_the_scores_of_a_device(monkeypatch, implementation, rows,
 def test_columns_in_two_arrays_are_columns_in_one(monkeypatch, settings, queries):
   """A cache of 9 columns, of which each row has some, and new columns: against one array of all of them."""
   rng = np.random.default_rng(4)
-  q, *new = (jnp.asarray(rng.normal(size=(3, queries, n, 8)), jnp.float32) for n in (4, 2, 2))
-  k, v = (jnp.asarray(rng.normal(size=(3, 9, 2, 8)), jnp.float32) for _ in range(2))
-  seen = jnp.arange(9)[None, None] < jnp.asarray([4, 0, 9])[:, None, None]
-  causal = jnp.tril(jnp.ones((queries, queries), bool))[None]
-  got = attend(q, *new, causal, (k, v, seen), settings=settings)
-  every = [jnp.concatenate(parts, axis=1) for parts in ((k, new[0]), (v, new[1]))]
-  whole = [jnp.broadcast_to(seen, (3, queries, 9)), jnp.broadcast_to(causal, (3, queries, queries))]
-  expected = attend(q, *every, jnp.concatenate(whole, axis=2))
-  np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+  arrays = [
+    rng.normal(size=(3, *shape, 8)).astype(np.float32)
+    for shape in ((queries, 4), (queries, 2), (queries, 2), (9, 2), (9, 2))
+  ]
+  seen = np.arange(9)[None, None] < np.asarray([4, 0, 9])[:, None, None]
+  causal = np.tril(np.ones((queries, queries), bool))[None]
   # Each query with a mask of its own, also in blocks of queries.
-  own = seen & (jnp.arange(9) > jnp.arange(queries)[:, None])
-  expected = attend(q, *every, jnp.concatenate([own, whole[1]], axis=2))
-  for most in (2**28, 0):
-    monkeypatch.setattr(attention, '_MAX_SCORES', most)
-    got = attend(q, *new, causal, (k, v, own), settings=settings)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5)
+  own = seen & (np.arange(9) > np.arange(queries)[:, None])
+
+  @jax.jit
+  def run(q, new_k, new_v, k, v):
+    every = [jnp.concatenate(parts, axis=1) for parts in ((k, new_k), (v, new_v))]
+    expected = []
+    for mask in (seen, own):
+      whole = [np.broadcast_to(x, (3, queries, x.shape[2])) for x in (mask, causal)]
+      expected.append(attend(q, *every, np.concatenate(whole, axis=2)))
+    found = [attend(q, new_k, new_v, causal, (k, v, seen), settings=settings)]
+    for most in (2**28, 0):
+      monkeypatch.setattr(attention, '_MAX_SCORES', most)
+      found.append(attend(q, new_k, new_v, causal, (k, v, own), settings=settings))
+    return found, expected
+
+  (one, *several), (of_one, of_several) = run(*arrays)
+  np.testing.assert_allclose(one, of_one, rtol=0, atol=1e-5)
+  for got in several:
+    np.testing.assert_allclose(got, of_several, rtol=0, atol=1e-5)
 
 
 def test_a_cache_by_heads_is_attended_to_as_one_by_columns():
   """A cache of 9 columns, of which each row has some, and new columns, of which all but the last are there."""
   rng = np.random.default_rng(5)
-  q, k, v, new_k, new_v = (
-    jnp.asarray(rng.normal(size=(3, *shape, 8)), jnp.float32) for shape in ((1, 4), (9, 2), (9, 2), (5, 2), (5, 2))
-  )
-  seen, mask = jnp.arange(9)[None, None] < jnp.asarray([4, 0, 9])[:, None, None], jnp.arange(5)[None, None] < 4
-  expected = attend(q, new_k, new_v, mask, (k, v, seen))
-  got = attend_to_heads(q, new_k, new_v, mask, (*by_heads(k, v), seen))
+  arrays = [rng.normal(size=(3, *shape, 8)).astype(np.float32) for shape in ((1, 4), (5, 2), (5, 2), (9, 2), (9, 2))]
+  seen, mask = np.arange(9)[None, None] < np.asarray([4, 0, 9])[:, None, None], np.arange(5)[None, None] < 4
+
+  @jax.jit
+  def run(q, new_k, new_v, k, v):
+    expected = attend(q, new_k, new_v, mask, (k, v, seen))
+    return expected, attend_to_heads(q, new_k, new_v, mask, (*by_heads(k, v), seen))
+
+  expected, got = run(*arrays)
   chex.assert_shape(got, (3, 1, 4, 8))
   np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
