@@ -13,6 +13,7 @@ from ragen_jax.utils.errors import UserError
 from tests.support.serving import expected_logprobs, prompts, small_sampler, weights
 
 ROWS = 6
+_FEW = {'rows': 1, 'widths': (4,)}  # that need four programs
 
 
 @pytest.fixture(scope='module')
@@ -90,7 +91,7 @@ def test_a_row_is_sampled_alone_or_with_others_alike(sampler_and_params):
 
 def test_weights_are_replaced_without_a_new_program(sampler_and_params):
   sampler, params = sampler_and_params
-  rows, other = device_rows(sampler, params), weights(5)
+  rows, other = device_rows(sampler, params, **_FEW), weights(5)
   rows.compile()
   traces, prompt = dict(sampler.traces), np.asarray(prompts(1, 4)[0], np.int32)
   for version in (params, other):
@@ -102,35 +103,42 @@ def test_weights_are_replaced_without_a_new_program(sampler_and_params):
   assert sampler.traces == traces
 
 
+def test_every_program_runs_before_serving(sampler_and_params, monkeypatch):
+  rows, run = device_rows(*sampler_and_params), []
+  monkeypatch.setattr(rows, '_extend', lambda feeds, width, sees: run.append((width, len(feeds))))
+  monkeypatch.setattr(rows, 'copy', lambda *copy: run.append(copy))
+  monkeypatch.setattr(rows, 'decode', lambda own, *_, alternatives: run.append((len(own), alternatives)))
+  rows.compile()
+  # As many rows as make no more columns than all rows of the smallest width; the likeliest tokens of all rows.
+  assert run == [(4, 1), (4, 4), (4, 6), (16, 1), (0, 0, 100), (1, False), (4, False), (6, False), (1, True)]
+
+
 def test_weights_without_finite_numbers_leave_no_trace(sampler_and_params):
   """Columns that nobody attends to have the weight 0, and 0 * NaN is NaN."""
   sampler, params = sampler_and_params
-  rows = device_rows(sampler, params)
+  rows, text = device_rows(sampler, params, **_FEW), np.asarray(prompts(1, 4)[0], np.int32)
   rows.compile()
-  traces, texts = dict(sampler.traces), [np.asarray(p, np.int32) for p in prompts(ROWS, 20)]
+  traces = dict(sampler.traces)
 
   def play(length):
-    for i, text in enumerate(texts):
-      rows.feed([Feed(i, text[:length], True)], 16)
-    return decode(rows, range(ROWS), budget=[4] * ROWS)
+    rows.feed([Feed(0, text[:length], True)], 4)
+    return decode(rows, [0], budget=[4])
 
   rows.set_weights(jax.tree.map(lambda x: x * np.nan, params))
-  assert np.isnan(play(16).logprobs[:, 0]).all()
+  assert np.isnan(play(4).logprobs[:, 0]).all()
   old = jax.tree.leaves(rows._state)
   layout = [x.sharding for x in old]
   rows.set_weights(params)
   assert all(x.is_deleted() for x in old)  # no second cache
   assert [x.sharding for x in jax.tree.leaves(rows._state)] == layout
-  reply = play(4)
-  for i, text in enumerate(texts):
-    check_reply(sampler, params, reply, i, text[:4])
+  check_reply(sampler, params, play(2), 0, text[:2])
   assert sampler.traces == traces
 
 
 def test_rows_stay_as_they_are_if_new_weights_keep_them(sampler_and_params):
   sampler, params = sampler_and_params
-  rows, prompt = device_rows(sampler, params), np.asarray(prompts(1, 8)[0], np.int32)
-  rows.feed([Feed(0, prompt, True)], 16)
+  rows, prompt = device_rows(sampler, params, **_FEW), np.asarray(prompts(1, 4)[0], np.int32)
+  rows.feed([Feed(0, prompt, True)], 4)
   rows.set_weights(params, keep_cache=True)
   check_reply(sampler, params, decode(rows, [0], budget=[4]), 0, prompt)
 
