@@ -143,7 +143,8 @@ def test_rows_go_on_while_one_waits_for_its_environment(policy, monkeypatch, fai
 def test_an_environment_that_may_not_be_used_in_any_thread_plays_in_the_main_one(policy, monkeypatch):
   seen = []
   monkeypatch.setattr(light_games.Climb, 'step', _noting(seen))
-  episodes = _play(policy, _python('Ladder', _LADDER, 1, workers=0), agent__env_threads=2).episodes
+  ladder = _python('Ladder', _LADDER, 1, workers=0)
+  episodes = _play(policy, ladder, agent__env_threads=2, agent__rows_in_flight=2).episodes
   assert not any(e.error for e in episodes)
   assert seen and all(thread is threading.main_thread() for thread in seen)
 
@@ -262,7 +263,7 @@ def test_nothing_is_sampled_while_all_rows_are_away_and_the_host_sleeps(policy, 
   monkeypatch.setattr(SamplerSpeaker, 'reply', noted_reply)
   monkeypatch.setattr(type(policy.sampler), 'decode', noted_decode)
   crowd = _python('Crowd', f'{__name__}:Crowd', 1, workers=1)  # one after another, each for a moment
-  episodes = _play(policy, crowd, agent__env_threads=4).episodes
+  episodes = _play(policy, crowd, agent__env_threads=4, agent__rows_in_flight=2).episodes
   assert budgets and min(budgets) > 0
   assert len(asked) <= len(budgets) + 2 * sum(len(e.turns) for e in episodes) + 2
 

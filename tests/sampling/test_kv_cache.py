@@ -10,18 +10,16 @@ import pytest
 
 from ragen_jax.models.qwen import LayerCache
 from ragen_jax.sampling import kv_cache
-from ragen_jax.sampling.kv_cache import (
-  SamplerState,
-  append_window,
-  copy_rows,
-  init_state,
-  put_rows,
-  resize,
-  take_rows,
-)
+from ragen_jax.sampling.kv_cache import SamplerState, init_state, resize
 from tests.support.models import random_model
 
 COUNT = [4, 3, 5]  # columns of each row, of 7
+
+# Each is one program in place of one for each operation.
+append_window = jax.jit(kv_cache.append_window)
+copy_rows = jax.jit(kv_cache.copy_rows)
+put_rows = jax.jit(kv_cache.put_rows)
+take_rows = jax.jit(kv_cache.take_rows)
 
 
 @pytest.fixture
@@ -65,12 +63,13 @@ def test_tpus_write_windows_as_other_devices_do(on_tpu):
   kept, new = (jnp.asarray(rng.normal(size=(5, n, 2, 4)), jnp.bfloat16) for n in (9, 3))
   at, is_new = jnp.asarray([0, 6, 2, 9, 4]), jnp.asarray([True, True, False, False, True])
   if on_tpu == 'all':
-    got, rows = kv_cache._by_columns(kept, new, at, is_new, None), None
+    rows, way = None, kv_cache._by_columns
   else:
     rows = jnp.asarray([3, 1, 4])
     at, is_new, new = at[rows], is_new[rows], new[:3]
-    got = kv_cache._by_slices(kept, new, at, is_new, rows)
-  np.testing.assert_array_equal(got, kv_cache._by_scatter(kept, new, at, is_new, rows))
+    way = kv_cache._by_slices
+  got, expected = jax.jit(lambda *x: [f(*x) for f in (way, kv_cache._by_scatter)])(kept, new, at, is_new, rows)
+  np.testing.assert_array_equal(got, expected)
   assert (got != kept).any()
 
 
