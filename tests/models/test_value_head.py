@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from ragen_jax.models.value_head import ActorCritic, ValueHead
 from tests.support.models import random_model
@@ -25,6 +26,6 @@ def test_values_are_a_dot_product_in_float32_and_zero_before_training():
 
 
 def test_the_head_has_the_width_of_the_trunk_that_it_reads():
-  wide = random_model(20).policy
+  wide = nnx.eval_shape(lambda: random_model(20)).policy
   assert ActorCritic(wide).value_head.kernel.shape == (wide.cfg.hidden_size,)
   assert ActorCritic(wide, wide).critic is wide

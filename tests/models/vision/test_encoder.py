@@ -53,9 +53,10 @@ def test_features_are_those_of_the_tower_and_only_a_frozen_towers_are_kept(froze
   for image, own in zip([small[0], *wide, small[1], wide[3]], found, strict=True):
     tokens = image.shape[0] * image.shape[1] // 64
     assert own.embeddings.shape == (tokens, 16) and own.deepstack.shape == (1, tokens, 16)
+  see = jax.jit(model.see, static_argnums=1)
   for image, own in ((small[0], found[0]), (wide[0], found[1]), (wide[17], found[18])):
     patches = patches_of(jax.numpy.asarray(image[None]), _PROCESSOR)
-    expected = jax.jit(model.see, static_argnums=1)(patches, (image.shape[0] // 4, image.shape[1] // 4))
+    expected = see(patches, (image.shape[0] // 4, image.shape[1] // 4))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y[0], rtol=0, atol=1e-5), own, expected)
   again = encoder(weights, [*_images(30), wide[3]])
   assert encoder.encoded == (21 if frozen else 22)
