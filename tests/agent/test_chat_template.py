@@ -50,12 +50,9 @@ def made(tmp_path_factory):
 def pair(request, made):
   """A tokenizer of ours and the same one of `transformers`."""
   name = request.param
-  if name in KINDS:
-    directory = made[name]
-  elif name == 'shared':
-    directory = request.getfixturevalue('qwen_tokenizer_dir')
-  else:
-    directory = request.getfixturevalue('real_model')(name)
+  if name == 'shared':
+    return request.getfixturevalue('qwen_tokenizer'), reference(request.getfixturevalue('qwen_tokenizer_dir'))
+  directory = made[name] if name in KINDS else request.getfixturevalue('real_model')(name)
   return ChatTokenizer(directory), reference(directory)
 
 

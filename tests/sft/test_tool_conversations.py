@@ -309,7 +309,7 @@ def test_a_file_may_mix_conversations_with_and_without_tools(directories, tmp_pa
 @pytest.mark.parametrize('name', ['tiny', 'shared'])
 def test_a_template_without_tools_is_refused_in_one_line(name, request, tmp_path):
   directory = presets.resolve('tiny', '') if name == 'tiny' else request.getfixturevalue('qwen_tokenizer_dir')
-  tokenizer = ChatTokenizer(directory)
+  tokenizer = ChatTokenizer(directory) if name == 'tiny' else request.getfixturevalue('qwen_tokenizer')
   path = tmp_path / 'a.jsonl'
   lines = [{'messages': [said('user', 'q'), said('assistant', 'A')]}, {'messages': TALK, 'tools': [LOOK, ADD]}]
   path.write_text('\n'.join(map(json.dumps, lines)))

@@ -37,9 +37,8 @@ def pair(request, made):
   if request.param in KINDS:
     return made[request.param]
   if request.param == 'shared':
-    directory = request.getfixturevalue('qwen_tokenizer_dir')
-  else:
-    directory = request.getfixturevalue('real_model')(request.param)
+    return request.getfixturevalue('qwen_tokenizer'), reference(request.getfixturevalue('qwen_tokenizer_dir'))
+  directory = request.getfixturevalue('real_model')(request.param)
   return ChatTokenizer(directory), reference(directory)
 
 
