@@ -165,6 +165,7 @@ def test_a_bandit_s_example_and_list_show_arms_on_offer():
 
 
 @pytest.mark.parametrize('tag', [tag for tag in default.get_config().envs if tag.startswith('Bandit')])
+@pytest.mark.exhaustive_cases('BanditPairsTest', 'BanditProfessionsTest', 'BanditRev', 'BanditRevTest', 'BanditTest')
 def test_the_two_orders_of_a_bandit_s_pair_show_each_of_its_arms_once(tag):
   spec, boards = _boards(tag)
   assert len(boards) == 2 * len(spec.env.arms)

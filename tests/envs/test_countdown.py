@@ -30,7 +30,7 @@ from tests.support.games.countdown import (
 
 
 # Not shrunk: an example is a dozen levels, and smaller ones would say no more.
-@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data())
 def test_rewards(data):
   """Random expressions over the level's numbers, or nearly, are paid by the published rule."""

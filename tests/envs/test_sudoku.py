@@ -24,7 +24,7 @@ from tests.support.games.sudoku import LARGE, SMALL, TEXT, Game, as_dict, make_l
   'env', [SMALL, Sudoku(empty_cells=10, legal_reward=0.5), Sudoku(side=9, empty_cells=50, legal_reward=0.25)]
 )
 def test_play_is_that_of_the_rules(env):
-  n, rng = 32, np.random.default_rng(0)
+  n, rng = 16, np.random.default_rng(0)
   # The reward of wrong digits changes no level.
   states = make_levels(SMALL if env.side == 4 else LARGE, 256 if env.side == 4 else 40)
   states = jax.tree.map(lambda leaf: leaf[:n], states)

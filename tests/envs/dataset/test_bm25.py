@@ -37,6 +37,7 @@ def score(passages, number, query):
 
 @needs_bm25s
 @pytest.mark.parametrize('seed', range(6))
+@pytest.mark.exhaustive_cases('2', '5')
 def test_the_ranking_is_that_of_the_formula(seed):
   rng = random.Random(seed)
   passages = [' '.join(rng.choices(WORDS, k=rng.randrange(1, 30))) + f' {i}' for i in range(rng.randrange(1, 60))]

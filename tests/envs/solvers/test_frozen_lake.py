@@ -21,6 +21,7 @@ from tests.support.games.frozen_lake import VARIANTS, distances, gymnasium_table
 
 @pytest.mark.parametrize('options', VARIANTS)
 @pytest.mark.slow_cases('options2', 'options3', 'options4', 'options5')
+@pytest.mark.exhaustive_cases('options1')
 def test_transition_probabilities_are_gymnasiums(options):
   env = FrozenLake(**options)
   levels = make_levels(env, 8)

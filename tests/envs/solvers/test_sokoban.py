@@ -36,7 +36,7 @@ def search(request, monkeypatch):
   return request.param
 
 
-@pytest.mark.parametrize(('env', 'count'), [(SMALL, 200), (LARGE, 10)], ids=['small', 'large'])
+@pytest.mark.parametrize(('env', 'count'), [(SMALL, 64), (LARGE, 10)], ids=['small', 'large'])
 @pytest.mark.slow_cases('table-large', 'forward-large')
 def test_lengths_are_those_of_a_plain_search(env, count, search):
   # Fresh levels, and positions that random play has come to, many of them lost.
@@ -64,13 +64,13 @@ def test_success_counts_the_budget(search):
   assert (short.optimal(states, AMPLE) == (length <= 2)).all()
 
 
-@pytest.mark.parametrize(('env', 'count'), [(SMALL, 200), (LARGE, 30)], ids=['small', 'large'])
+@pytest.mark.parametrize(('env', 'count'), [(SMALL, 64), (LARGE, 10)], ids=['small', 'large'])
 @pytest.mark.slow_cases('forward-small', 'table-large')
 def test_plans_solve_all_that_can_be_solved(env, count, search):
   states = fresh(env, count)
   budget = Budget(max_turns=3, max_actions=6, max_actions_per_turn=2)
   assert (plan_turns(env, states, budget).success == env.optimal(states, budget)).all()
-  budget = Budget(max_turns=20, max_actions=50, max_actions_per_turn=5)
+  budget = Budget(max_turns=10, max_actions=50, max_actions_per_turn=5)
   after = plan_turns(env, states, budget)
   assert after.success.all()
   assert (after.steps == env.solve(states, budget).length).all()
