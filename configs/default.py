@@ -372,7 +372,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Weight of the value loss, which is divided by the mean square of the returns (but by 0.01 at least), and whose
   # gradient reaches the shared trunk too. With a separate critic it scales the critic's gradient before clipping.
   # Unused without a critic.
-  config.algorithm.value_coef = 0.02
+  config.algorithm.value_coef = 0.05
   # Weight of the entropy bonus.
   config.algorithm.entropy_coef = 0.001
   # Weight of the KL to the initial policy in the loss; above 0 it needs a second copy of the trained weights.
