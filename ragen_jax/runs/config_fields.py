@@ -58,8 +58,8 @@ ROLES: dict[str, dict[str, tuple[str, ...]]] = {
       'adv_estimator', 'mask_loss', 'mask_advantages', 'gamma', 'lam', 'high_level_gamma', 'high_level_lam',
       'critic_lam', 'bootstrap_truncated', 'length_weight', 'step_gamma', 'step_weight', 'step_std',
       'whiten_advantages', 'policy_loss', 'ratio_level', 'clip_ratio_low', 'clip_ratio_high', 'clip_ratio_c',
-      'tau_pos', 'tau_neg', 'dro_beta', 'value_clip', 'value_coef', 'entropy_coef', 'kl_loss_coef', 'kl_reward_coef', 'kl_kind',
-      'loss_agg_mode', 'loss_norm_length', 'old_logprobs', 'tis_cap', 'replay_experts', 'ppo_epochs',
+      'tau_pos', 'tau_neg', 'dro_beta', 'value_clip', 'value_coef', 'entropy_coef', 'kl_loss_coef', 'kl_reward_coef',
+      'kl_kind', 'loss_agg_mode', 'loss_norm_length', 'old_logprobs', 'tis_cap', 'replay_experts', 'ppo_epochs',
     ),
     'reward': ('credit', 'grouping', 'method', 'format_reward', 'state_reward', 'state_floor', 'state_place'),
     'filter': (
