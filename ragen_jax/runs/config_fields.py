@@ -152,7 +152,7 @@ BEFORE = {
   'envs.*.fields.difficulty': '', 'curriculum.order': '', 'curriculum.iterations': 0, 'curriculum.window': 0.25,
   'curriculum.target': 0.5, 'curriculum.width': 0.5, 'curriculum.explore': 0.25, 'curriculum.ema_decay': 0.5,
   'algorithm.policy_loss': 'ppo', 'algorithm.tau_pos': 1.0, 'algorithm.tau_neg': 1.05, 'algorithm.dro_beta': 0.05,
-  'algorithm.replay_experts': False, 'serve.image_tokens': 1280,
+  'algorithm.replay_experts': False, 'algorithm.critic_lam': -1.0, 'serve.image_tokens': 1280,
   'agent.episode_timeout': 0.0, 'agent.rollout_timeout': 0.0,
   'envs.*.simulator.tasks': '', 'envs.*.simulator.executable': '', 'envs.*.simulator.platform': '',
   'envs.*.simulator.render': 'gpu', 'envs.*.simulator.size': 252, 'envs.*.simulator.python': '',
