@@ -331,8 +331,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.high_level_gamma = 0.95
   # GAE's lambda per turn, in 'bi_level_gae' and 'turn_wise_gae'; negative for the same as `lam`.
   config.algorithm.high_level_lam = -1.0
-  # GAE's lambda of the critic's targets, per token and per turn; negative for that of the advantages. 1 gives the
-  # returns that were earned, so a critic that is wrong at first finds out sooner (VC-PPO, arXiv 2503.01491).
+  # GAE's lambda of the critic's targets, per token and per turn; negative for that of the advantages. With 1 the
+  # targets contain no values of the critic (VC-PPO, arXiv 2503.01491). Unused without a critic.
   config.algorithm.critic_lam = -1.0
   # Bootstrap with the critic's value after the last token of an episode that reached a limit of its budget. Otherwise
   # this value is 0, because the budget is part of the task that the prompt states. For estimators with a critic.
@@ -367,11 +367,11 @@ def get_config(model: str = '') -> ConfigDict:
   config.algorithm.tau_neg = 1.05
   # Weight of the penalty of 'dro', half the squared log-ratio, above 0.
   config.algorithm.dro_beta = 0.05
-  # Values are clipped to this distance from the values at sampling; 0 is off.
+  # Values are clipped to this distance, in units of the reward, from the values at sampling; 0 is off.
   config.algorithm.value_clip = 0.5
-  # Weight of the value loss, which is divided by the mean square of the returns (but by 0.01 at least), and whose
-  # gradient reaches the shared trunk too. With a separate critic it scales the critic's gradient before clipping.
-  # Unused without a critic.
+  # Weight of the value loss, which is divided by the mean square of the returns, or of the values if that is larger
+  # (but by 0.01 at least), and whose gradient reaches the shared trunk too. With a separate critic it scales the
+  # critic's gradient before clipping. Unused without a critic.
   config.algorithm.value_coef = 0.05
   # Weight of the entropy bonus.
   config.algorithm.entropy_coef = 0.001

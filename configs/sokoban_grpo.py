@@ -12,6 +12,7 @@ def get_config(model: str = ''):
   config = sokoban_ppo.get_config(model)
   config.algorithm.adv_estimator = 'grpo'
   if config.model.preset in BUILT_IN:
+    config.optimizer.actor_lr = 5e-4
     config.train.groups = 64
     config.train.group_size = 8
   return config

@@ -24,7 +24,6 @@ def get_config(model: str = ''):
   config.eval.tag_groups = (256, 128, 128, 128)
   config.eval.group_size = 1
   if config.model.preset in BUILT_IN:
-    config.num_iterations = 100
     config.optimizer.actor_lr = 3e-4
     # Its tokenizer encodes the prompts of games that it was not made for byte by byte.
     config.agent.max_context = 1024

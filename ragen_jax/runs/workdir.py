@@ -94,7 +94,7 @@ def record_config(
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     has_checkpoint = any(p.name.isdigit() for p in (path.parent / 'checkpoints').glob('*'))
-    old_text = path.read_text() if path.exists() else None
+    old_text = path.read_text(errors='replace') if path.exists() else None
   except (FileExistsError, NotADirectoryError) as e:
     raise UserError(f'workdir {workdir} cannot be used: it is a file, or lies in one') from e
   except OSError as e:

@@ -81,7 +81,7 @@ class MiniBatch(TrainBatch):
 
   Attributes:
     weights: f32[B, R], of the policy loss; 0 outside the mini-batch. They sum to 1 under 'token-mean'.
-    value_weights: f32[B, R], of the value loss; they sum to 1.
+    value_weights: f32[B, R], of the value loss; they sum to 1 / `objective.value_unit`.
   """
 
   weights: np.ndarray

@@ -155,11 +155,12 @@ def _value_loss(values: jax.Array, batch: MiniBatch, settings: LossSettings) -> 
 
 
 def token_means(sums: dict[str, Any]) -> dict[str, Any]:
-  """The metrics of a mini-batch from the sums over its micro-batches: means over trained tokens are divided."""
+  """The metrics of a mini-batch from the sums over its micro-batches: means over tokens are divided by the weights."""
   means = dict(sums)
   for weights, names in (('weights', _TOKEN_MEANS), ('value_weights', _VALUE_MEANS)):
     if weights in means:
-      whole = jnp.maximum(means.pop(weights), 1e-9)
+      whole = means.pop(weights)
+      whole = jnp.where(whole > 0, whole, 1.0)
       means |= {name: means[name] / whole for name in names if name in means}
   return means
 
@@ -196,19 +197,22 @@ def with_loss_weights(
   weights[rows] = _token_weights(
     trained, mode=settings.loss_agg_mode, sequence=sequence, norm_length=settings.loss_norm_length
   )[:n]
-  value_weights[rows] = _token_weights(valued, mode='token-mean')[:n] / value_unit(batch.returns, batch.valued)
+  value_weights[rows] = _token_weights(valued, mode='token-mean')[:n] / value_unit(batch)
   fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(TrainBatch)}
   return MiniBatch(**fields, weights=weights, value_weights=value_weights)
 
 
-def value_unit(returns: np.ndarray, valued: np.ndarray) -> np.float32:
-  """What the value loss is divided by: the mean square of the returns f32[B, R] of the tokens bool[B, R] in it.
+def value_unit(batch: TrainBatch) -> np.float32:
+  """What the value loss of a batch is divided by: the mean square of its returns, or of its values if that is larger.
 
   So the gradient that reaches a shared trunk does not grow with the rewards, whose size is the environment's; a policy
-  loss has no size of rewards either, because advantages are whitened or compared in groups. Not below 0.01.
+  loss has no size of rewards either, because advantages are whitened or compared in groups. The values are for a critic
+  that expects what is not won. At least 0.01.
   """
-  square = np.mean(np.square(returns[valued], dtype=np.float64)) if valued.any() else 1.0
-  return np.float32(max(square, 0.01))
+  if not batch.valued.any():
+    return np.float32(1)
+  squares = (np.square(x[batch.valued], dtype=np.float64).mean() for x in (batch.returns, batch.old_values))
+  return np.float32(max(*squares, 0.01))
 
 
 def shared_episodes(episode: np.ndarray) -> np.ndarray | None:

@@ -136,9 +136,12 @@ def value_loss(tokens: list[Token], clip: float) -> tuple[float, dict[str, float
 
 
 def value_unit(batch) -> float:
-  """The mean square of the returns of the valued tokens of all rows, at least 0.01."""
-  squares = [float(x) ** 2 for x, valued in zip(batch.returns.flat, batch.valued.flat, strict=True) if valued]
-  return max(sum(squares) / len(squares), 0.01)
+  """The mean square of the returns, or of the old values, of the valued tokens of all rows; at least 0.01."""
+  means = []
+  for of in (batch.returns, batch.old_values):
+    squares = [float(x) ** 2 for x, valued in zip(of.flat, batch.valued.flat, strict=True) if valued]
+    means.append(sum(squares) / len(squares))
+  return max(*means, 0.01)
 
 
 def loss(

@@ -252,23 +252,32 @@ def test_the_critic_s_warm_up_has_no_gradient_in_the_policy(separate):
   _assert_gradient(gradients, lambda w: coef * plain_loss(w)[0], weights, zero=lambda name: name.startswith("['policy"))
 
 
-@pytest.mark.parametrize('scale', [0.02, 1.0, 30.0])
-def test_the_value_loss_has_no_size_of_rewards(scale):
-  """If this fails, the critic of a game with rewards of 10 drives the shared trunk, and the policy learns nothing."""
+@pytest.mark.parametrize(
+  ('returns', 'values', 'unit'),
+  [(0.01, 0.02, 0.01), (0.5, 0.1, 0.25), (15.0, 3.0, 225.0), (0.0, 0.5, 0.25), (5e4, 4e4, 2.5e9)],
+)
+def test_the_value_loss_is_in_units_of_the_rewards(returns, values, unit):
+  """If this fails, the critic of a game with rewards of 10 drives the shared trunk, and the policy learns little.
+
+  `returns` and `values` are root mean squares, the last ones so large that the weights nearly vanish.
+  """
   batch = _batch()
   valued = batch.valued & (np.arange(len(batch.mask)) % 2 == 0)[:, None]
-  returns = np.where(valued, batch.returns, 99).astype(np.float32)  # of other tokens
-  returns[valued] *= 0.5 / np.sqrt(np.mean(np.square(returns[valued])))
+  rng = np.random.default_rng(3)
 
-  def weights(returns):
-    given = batch.replace(returns=returns, valued=valued)
-    return with_loss_weights(given, _ROWS[:4], np.arange(7), WeightSettings('token-mean', 9), multiple=1).value_weights
+  def numbers(size):
+    x = rng.normal(size=valued.shape)
+    x[valued] *= size / np.sqrt(np.mean(np.square(x[valued])))
+    return np.where(valued, x, 1e6).astype(np.float32)  # those of other tokens do not count
 
-  unit = max((0.5 * scale) ** 2, 0.01)
-  found = weights(np.where(valued, returns * scale, returns))
+  given = batch.replace(returns=numbers(returns), old_values=numbers(values), valued=valued)
+  found = with_loss_weights(given, _ROWS[:4], np.arange(7), WeightSettings('token-mean', 9), multiple=1).value_weights
   expected = np.zeros(valued.shape)
   expected[_ROWS[:4]] = valued[_ROWS[:4]] / valued[_ROWS[:4]].sum() / unit
   np.testing.assert_allclose(found, expected, rtol=1e-5)
+  sums = {'value_weights': found.sum(), 'critic/vpred_mean': np.sum(found * given.old_values)}
+  mean = given.old_values[_ROWS[:4]][valued[_ROWS[:4]]].mean(dtype=np.float64)
+  assert token_means(sums)['critic/vpred_mean'] == pytest.approx(mean, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_the_built_in_hybrid_plays_and_learns(tmp_path):
   lines = read_metrics(str(tmp_path))
   assert lines[0]['val-env/FrozenLake/format_correct'] > 0.9
   assert [line['actor/grad_norm'] > 0 for line in lines[1:]] == [True, True]
-  assert max(line['actor/logprob_gap_max'] for line in lines[1:]) < 1e-4
+  assert max(line['rollout/logprob_gap_max'] for line in lines[1:]) < 1e-4
 
 
 @pytest.mark.parametrize(('policy', 'critic'), [({}, HYBRID), (HYBRID, {}), ({}, {})])
