@@ -68,9 +68,9 @@ def trained(policy):
 
 
 def test_a_negative_lambda_is_another_one_and_0_is_a_lambda(policy):
-  for given, expected in ((-1.0, None), (0.0, 0.0), (0.5, 0.5)):
+  for lam, expected in ((-1.0, None), (0.0, 0.0), (0.5, 0.5)):
     for name in ('high_level_lam', 'critic_lam'):
-      config = small_config({f'algorithm.{name}': given})
+      config = small_config({f'algorithm.{name}': lam})
       assert getattr(build.trainer_settings(config, policy, 5).estimate.advantages, name) == expected
 
 
