@@ -57,8 +57,8 @@ def test_scores_that_are_given_are_compared_in_place_of_sums_of_rewards(batch, n
 @pytest.mark.slow_cases('turn_wise_gae')
 def test_the_critic_s_targets_may_have_a_lambda_of_their_own(batch, name):
   given = arrays_of(batch(1))
-  got = compute(name, given, critic_lam=0.5)
-  of_policy = compute(name, given)
+  got = compute(name, given, critic_lam=0.5, high_level_lam=0.7)
+  of_policy = compute(name, given, high_level_lam=0.7)
   of_critic = compute(name, given, lam=0.5, high_level_lam=0.5)
   np.testing.assert_array_equal(got.advantages, of_policy.advantages)
   np.testing.assert_array_equal(got.returns, of_critic.returns)

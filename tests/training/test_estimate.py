@@ -8,10 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from ragen_jax import build
 from ragen_jax.agent.episode import Status
 from ragen_jax.training.rollout_metrics import policy_lag
 from tests.support import learning
 from tests.support.compilations import compiled
+from tests.support.configs import small_config
 
 
 def test_dropped_rows_do_not_touch_the_advantages_of_others(policy, played):
@@ -26,6 +28,13 @@ def test_dropped_rows_do_not_touch_the_advantages_of_others(policy, played):
   again, _ = trainer.estimate(state, dataclasses.replace(selection, rollout=other, keep=keep))
   np.testing.assert_array_equal(batch.advantages, again.advantages)
   assert not batch.mask[~keep].any() and abs(float(batch.advantages[batch.mask].mean())) < 1e-5
+
+
+def test_a_negative_lambda_is_another_one_and_0_is_a_lambda(policy):
+  for lam, expected in ((-1.0, None), (0.0, 0.0), (0.5, 0.5)):
+    for name in ('high_level_lam', 'critic_lam'):
+      config = small_config({f'algorithm.{name}': lam})
+      assert getattr(build.trainer_settings(config, policy, 5).estimate.advantages, name) == expected
 
 
 @pytest.mark.parametrize('fields', [{}, {'algorithm__mask_loss': False, 'algorithm__old_logprobs': 'trainer'}])

@@ -67,13 +67,6 @@ def trained(policy):
   return build.trainer_settings(config, policy, ACTIONS)
 
 
-def test_a_negative_lambda_is_another_one_and_0_is_a_lambda(policy):
-  for lam, expected in ((-1.0, None), (0.0, 0.0), (0.5, 0.5)):
-    for name in ('high_level_lam', 'critic_lam'):
-      config = small_config({f'algorithm.{name}': lam})
-      assert getattr(build.trainer_settings(config, policy, 5).estimate.advantages, name) == expected
-
-
 def _make_proxy(policy, spec, context):
   manager = ContextManager(policy.tokenizer, [spec], context_settings(context=context, context_turns=2))
   return AgentProxy(EnvStateManager([spec], MEMBERS), manager, limits(max_turns=ACTIONS, max_context=2048))
