@@ -11,14 +11,14 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from configs import sft_tiny, sft_tiny_vl  # noqa: E402
+from configs import sft_tiny, sft_tiny_hybrid, sft_tiny_vl  # noqa: E402
 from ragen_jax import build  # noqa: E402
 from ragen_jax.agent.env_manager import EnvStateManager  # noqa: E402
 from ragen_jax.config.command_line import load_config  # noqa: E402
 from ragen_jax.models import presets  # noqa: E402
 
 TRAINING_LEVELS = 5120  # 40 iterations of 128 groups
-MODELS = {'tiny': sft_tiny, 'tiny-vl': sft_tiny_vl}
+MODELS = {'tiny': sft_tiny, 'tiny-hybrid': sft_tiny_hybrid, 'tiny-vl': sft_tiny_vl}
 
 
 def held_out_boards(model: str) -> set[bytes]:
