@@ -26,6 +26,9 @@ def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_pat
   record_config(tmp_path, {'seed': 1})
   assert len(caplog.messages) == 1 and caplog.messages[0].endswith('with another config: seed was 0 and is 1')
   assert json.loads((tmp_path / 'config.json').read_text()) == {'seed': 1}
+  (tmp_path / 'config.json').write_bytes(b'{"seed": \xff')  # damaged
+  record_config(tmp_path, {'seed': 1})
+  assert len(caplog.messages) == 2 and caplog.messages[1].endswith('was not a config that this program wrote')
   _begin(tmp_path)
   with pytest.raises(UserError, match='seed was 1 and is 2'):
     record_config(tmp_path, {'seed': 2})
