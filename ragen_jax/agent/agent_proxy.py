@@ -9,7 +9,7 @@ import numpy as np
 
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.env_manager import EnvStateManager
-from ragen_jax.agent.episode import Limits
+from ragen_jax.agent.episode import Limits, Status
 from ragen_jax.agent.episode_log import EpisodeLog
 from ragen_jax.agent.reply_lengths import complete_replies, warn_if_too_long
 from ragen_jax.agent.rollout import SENT_TYPES, Rollout, concatenate
@@ -18,6 +18,7 @@ from ragen_jax.agent.turns import Turns
 from ragen_jax.agent.world_model.formats import described_sections
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.processes import RowShare
+from ragen_jax.utils.heartbeat import Heartbeat
 
 
 class AgentProxy:
@@ -63,6 +64,7 @@ class AgentProxy:
     observations = envs.reset(first_seed, first_member=first_member, level_seeds=level_seeds)
     log = EpisodeLog(envs, context, self.limits, observations, writes_tokens=speaker.writes_tokens, pictured=pictured)
     turns = Turns(envs, self.limits.env_threads if hasattr(speaker, 'idle') else 0)
+    heartbeat = Heartbeat('playing: %d of %d episodes are over', envs.rows)
     with contextlib.closing(turns):
       while (replies := speaker.reply(log)) is not None:
         read = {row: context.parse(int(envs.row_env[row]), reply.text, reply.ids) for row, reply in replies.items()}
@@ -70,6 +72,7 @@ class AgentProxy:
         played = turns.play({row: list(own.actions) for row, own in read.items()}, wait=turns.apart and speaker.idle)
         if played is not None:
           log.record(*played)
+        heartbeat.beat(int(np.sum(log.status != Status.RUNNING)))
     rollout = log.end(policy_version)
     envs.end()
     if self._share is None:

@@ -42,6 +42,7 @@ from ragen_jax.training.scoring import Plans, Scorer
 from ragen_jax.training.selection import FilterSettings, Selection
 from ragen_jax.training.state import TrainState, copy_of_policy
 from ragen_jax.utils.errors import UserError, short
+from ragen_jax.utils.heartbeat import Heartbeat
 
 # Consecutive rollouts in which all episodes ended because their environments failed, after which a run ends.
 _FAILED_ROLLOUTS = 3
@@ -262,8 +263,9 @@ class Trainer:
     found, steps, taken = not_finite(batch), [], []
     critic_only = state.iteration < self.settings.update.critic_warmup
     planned = [] if found else self._plans(selected, state.iteration)
+    heartbeat = Heartbeat('update: %d of %d micro-batches were given to the devices', sum(len(p) for _, p in planned))
     for rows, plans in planned:
-      parts = self.micro_batches(batch, selected, rows, plans)
+      parts = heartbeat.over(self.micro_batches(batch, selected, rows, plans), sum(map(len, taken)))
       # A process that waits for the devices in this step is ahead of one that hangs before it.
       processes.mark_progress()
       state, sums = self.learner.step(state, parts, critic_only=critic_only)

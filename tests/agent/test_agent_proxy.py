@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from ragen_jax.agent.rollout import concatenate
 from ragen_jax.envs import make
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.utils import heartbeat
 from ragen_jax.utils.errors import UserError
 from tests.support.speakers import REPLIES, ScriptedText, context_settings, limits, make_proxy, scripted_tokens
 
@@ -42,6 +45,17 @@ def test_the_same_replies_are_the_same_episodes_in_tokens_and_in_text(tiny, cont
   # The rewards and penalties of an episode stand on its rows.
   t = in_tokens.trajectory
   np.testing.assert_allclose(np.bincount(t.episode, t.rewards.sum(axis=1)), in_tokens.episode_scores, atol=1e-5)
+
+
+def test_a_slow_rollout_tells_how_many_episodes_are_over(tiny, monkeypatch, caplog):
+  monkeypatch.setattr(heartbeat, 'SECONDS', 0.0)
+  proxy = make_proxy(tiny, ('FrozenLake', 'SimpleSokoban'), 3, 2)
+  with caplog.at_level(logging.INFO):
+    played = proxy.rollout(ScriptedText(['<think>' + reply for reply in REPLIES]), 500)
+  told = [r.getMessage().partition(' episodes')[0] for r in caplog.records if r.name == heartbeat.__name__]
+  turns = np.asarray([len(e.turns) for e in played.episodes])
+  over = [np.sum(turns <= n) for n in range(1, turns.max() + 1)]
+  assert len(set(over)) > 1 and told == [f'playing: {n} of 12' for n in over]
 
 
 def test_shares_of_a_rollout_put_together_are_the_whole(tiny):

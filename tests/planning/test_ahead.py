@@ -9,6 +9,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from ragen_jax import build
 from ragen_jax.planning import abstract, ahead, program_list
@@ -84,7 +85,7 @@ def test_the_programs_of_other_caches_serve_the_sampler(played):
   """Every program that was compiled for the sampler is called as `SamplerSpeaker` does."""
   config, trainer, state, _, done, _ = played
   sampler = trainer.model.sampler
-  weights, before = sampler.decode_weights(state.params), _traces(trainer)
+  weights, before = nnx.to_pure_dict(sampler.decode_weights(state.params)), _traces(trainer)
   called = 0
   for name, (every, *rest) in (program for program in done if program[0] in ('extend', 'decode', 'resize')):
     rows = sampler.init(every, rest[0] if name == 'resize' else rest[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from ragen_jax.agent.finite import NotFinite
 from ragen_jax.distributed import processes
 from ragen_jax.runs.metrics import Counts, read_metrics
 from ragen_jax.training.optimizer_step import SKIPPED
+from ragen_jax.utils import heartbeat
 from tests.support import learning
 from tests.support.configs import small_config
 
@@ -46,6 +48,18 @@ def test_a_process_passes_a_point_before_it_waits_for_each_step_and_for_the_end(
   assert taken > 1 and events == [*['point', 'step'] * taken, 'point', 'wait']
   events.clear()
   assert trainer.try_weights(state, batch, selection) == {} and events[:2] == ['point', 'wait']
+
+
+def test_a_slow_update_tells_how_far_it_is(policy, played, monkeypatch, caplog):
+  monkeypatch.setattr(heartbeat, 'SECONDS', 0.0)
+  trainer, state = learning.make_trainer(policy)
+  selection = trainer.select(played[0])
+  batch, _ = trainer.estimate(state, selection)
+  with caplog.at_level(logging.INFO):
+    trainer.update(state, batch, selection)
+  told = [r.getMessage().partition(' micro')[0] for r in caplog.records if r.name == heartbeat.__name__]
+  every = sum(len(plans) for _, plans in trainer._plans(selection, 0))
+  assert every > 4 and told == [f'update: {i} of {every}' for i in range(every)]
 
 
 def _with_a_number(rollout, name, x):
