@@ -145,21 +145,25 @@ def test_logits_are_those_of_transformers(pair, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('pair', [QWEN3_5], indirect=True, scope='module')
-def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(pair, rows):
+def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(pair):
   import torch
 
-  batch = batch_of(pair.ours, rows)
-  expected = logits(pair.ours, batch)
+  # The error of one conversation differs by up to 1.3 between the two, in either direction; that of many does not.
+  values = pair.ours.cfg.vision.patch_values
+  rows = [vision.conversation((WIDE, SMALL), values, (3, 5, 4), seed=seed) for seed in range(12)]
   ours = load_model(pair.directory, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-  found = logits(ours, batch)
   theirs = type(pair.theirs).from_pretrained(pair.directory, dtype=torch.bfloat16).eval()
   memories = [part.memory for part in ours.init_cache(1, 1) if isinstance(part, RecurrentState)]
   assert [memory.dtype for memory in memories] == ['float32'] * 3
-  for row, own, right in zip(rows, found, expected, strict=True):
+  errors = []
+  for row in rows:
+    batch = batch_of(pair.ours, [row])
+    (expected,), (own,) = logits(pair.ours, batch), logits(ours, batch)
     with torch.no_grad():
       other = theirs(**hf_inputs(torch, row)).logits[0].float().numpy()
-    errors = [float(np.std(x[: len(other)] - right[: len(other)])) for x in (own, other)]
-    assert 1e-3 < errors[0] < 1.2 * errors[1]
+    errors.append([np.std(x[: len(other)] - expected[: len(other)]) for x in (own, other)])
+  own, other = np.sqrt(np.mean(np.square(errors), axis=0))
+  assert 1e-3 < own < 1.2 * other
 
 
 @pytest.mark.slow_cases('qwen3_vl')
