@@ -39,8 +39,7 @@ MODES = {
     # Rows that come and go, and other rows than those that were sampled first.
     (QWEN3_5, 'single'),
     (QWEN3_VL, 'limited'),
-    (QWEN3_VL, 'single'),
-    pytest.param((QWEN3_VL, 'drop_oldest'), marks=pytest.mark.exhaustive),
+    *[pytest.param((QWEN3_VL, mode), marks=pytest.mark.exhaustive) for mode in ('single', 'drop_oldest')],
   ],
   ids='-'.join,
 )

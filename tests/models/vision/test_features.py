@@ -403,7 +403,8 @@ np.savez(out, loss=loss, **flat)
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [(2, 2, 2), (1, 8, 1)])
 @pytest.mark.exhaustive_cases(
-  'qwen2_5_vl-mesh0', 'qwen2_5_vl-mesh1', 'qwen3_vl-mesh0', 'qwen3_5-mesh1', 'qwen3_5_moe-mesh0', 'qwen3_5_moe-mesh1',
+  'qwen2_5_vl-mesh0', 'qwen2_5_vl-mesh1', 'qwen3_vl-mesh0', 'qwen3_vl-mesh1', 'qwen3_5-mesh1', 'qwen3_5_moe-mesh0',
+  'qwen3_5_moe-mesh1',
 )  # fmt: skip
 def test_eight_devices_see_the_same(pair, tmp_path, mesh):
   def run(name, *mesh):

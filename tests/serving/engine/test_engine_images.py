@@ -76,7 +76,7 @@ def _check(policy, asked, reply, params=None):
   np.testing.assert_allclose(reply.logprobs, _expected(policy, asked, reply.ids, params), rtol=0, atol=1e-4)
 
 
-@pytest.mark.exhaustive_cases('qwen2_5_vl')
+@pytest.mark.exhaustive_cases('qwen2_5_vl', 'qwen3_vl')
 def test_a_conversation_reads_each_image_once(policy):
   encoder = policy.encoders['policy']
   with _engine(policy) as engine:
@@ -98,7 +98,7 @@ def test_a_conversation_reads_each_image_once(policy):
     assert reply.cached_tokens == len(third.prompt) - 2
 
 
-@pytest.mark.exhaustive_cases('qwen2_5_vl')
+@pytest.mark.exhaustive_cases('qwen2_5_vl', 'qwen3_vl')
 def test_another_image_in_the_same_columns_is_read(policy):
   with _engine(policy, slots=1) as engine:
     asked = [_asked(policy, [9, 10], _image(number, 3, 3), [12]) for number in (1, 2, 1)]
@@ -113,7 +113,7 @@ def test_another_image_in_the_same_columns_is_read(policy):
     assert np.abs(of_other - replies[0].logprobs).max() > 1e-3, 'images matter'
 
 
-@pytest.mark.exhaustive_cases('qwen2_5_vl')
+@pytest.mark.exhaustive_cases('qwen2_5_vl', 'qwen3_vl')
 def test_a_row_is_cut_before_behind_and_between_images(policy):
   with _engine(policy, slots=2) as engine:
     begin = [[9, 10], _image(1, 2, 3), [11, 12, 13, 14], _image(2, 3, 2), [15] * 6]
@@ -136,7 +136,7 @@ def test_a_row_is_cut_before_behind_and_between_images(policy):
       assert stats.copies == stats.cached_tokens == 0
 
 
-@pytest.mark.exhaustive_cases('qwen2_5_vl')
+@pytest.mark.exhaustive_cases('qwen2_5_vl', 'qwen3_vl')
 def test_calls_side_by_side_see_their_own_images(policy):
   with _engine(policy, slots=4) as engine:
     asked = [_asked(policy, [9, 10, n], _image(n, 2, 2 + n), [12], seed=n) for n in range(3)]
@@ -148,7 +148,7 @@ def test_calls_side_by_side_see_their_own_images(policy):
       assert alone.ids == reply.ids
 
 
-@pytest.mark.exhaustive_cases('qwen2_5_vl')
+@pytest.mark.exhaustive_cases('qwen2_5_vl', 'qwen3_vl')
 def test_new_weights_in_mid_reply_read_the_images_again(policy):
   params = param_state(policy.model)
   other = jax.tree.map(lambda x: x * 1.25 if x.ndim > 1 else x, params)
