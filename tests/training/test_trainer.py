@@ -50,6 +50,7 @@ def test_a_process_passes_a_point_before_it_waits_for_each_step_and_for_the_end(
   assert trainer.try_weights(state, batch, selection) == {} and events[:2] == ['point', 'wait']
 
 
+@pytest.mark.slow
 def test_a_slow_update_tells_how_far_it_is(policy, played, monkeypatch, caplog):
   monkeypatch.setattr(heartbeat, 'SECONDS', 0.0)
   trainer, state = learning.make_trainer(policy)
