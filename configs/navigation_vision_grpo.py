@@ -3,7 +3,8 @@
 python main.py --mode=sft --config=configs/sft_navigation.py
 python main.py --config=configs/navigation_vision_grpo.py --config.model.path=runs/sft_navigation/model
 
-docs/navigation.md shows what it learns.
+2026-11-28, seed 0: success on 1,024 test rooms from 0.222 to 0.404 (half of the 95 % interval 0.03) in 20 minutes on one
+core of an AMD EPYC. Without looking it is at most 0.24 (docs/navigation.md).
 """
 
 from configs import navigation_vision_ppo

@@ -3,7 +3,7 @@
 python main.py --mode=sft --config=configs/sft_navigation.py
 python main.py --config=configs/navigation_vision_ppo.py --config.model.path=runs/sft_navigation/model
 
-The warm start works; reinforcement learning after it has not helped yet (docs/navigation.md).
+After this warm start PPO fails and GRPO learns (configs/navigation_vision_grpo.py; docs/navigation.md).
 """
 
 from configs import frozenlake_vision_ppo
