@@ -261,8 +261,8 @@ class Run:
     self._log.metrics.scalars(0, self.timer.pop())
     for line in (*unplayed_episodes(evaluation.episodes), *invalid_replies(evaluation.episodes)):
       _log.warning('before training, %s', line)
+    self._log.metrics.flush()  # the first iteration of a large model can take long
     if evaluation.not_finite:
-      self._log.metrics.flush()
       raise Diverged(
         f'iteration 0: not finite: in the evaluation {evaluation.not_finite}; the initial model cannot be trained, '
         'check the weights of model.path and lora.path, and model.dtype'

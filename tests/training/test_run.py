@@ -349,6 +349,15 @@ def test_spikes_are_written_in_one_line_and_as_metrics(tmp_path, capsys):
   assert [line['train/bad_iterations'] for line in lines] == [0, 0, 0, 1, 1, 1]
 
 
+def test_the_first_evaluation_can_be_read_while_the_first_iteration_runs(tmp_path):
+  with _open(tmp_path) as (run, _):
+    run.log_first_evaluation(_evaluation(0.25))
+    (line,) = read_metrics(tmp_path)
+    assert line['step'] == 0 and line['val-env/FrozenLake/success'] == 0.25
+    _finish(run, _state(iteration=1))
+  assert [line['step'] for line in read_metrics(tmp_path)] == [0, 1]
+
+
 def test_a_model_whose_numbers_are_not_finite_is_refused_before_training(tmp_path):
   evaluation = dataclasses.replace(_evaluation(0.0), not_finite='9 of 9 sampled log-probs (row 0)')
   with (
