@@ -3,7 +3,7 @@
 python main.py --mode=sft --config=configs/sft_navigation.py
 python main.py --config=configs/navigation_vision_ppo.py --config.model.path=runs/sft_navigation/model
 
-After this warm start PPO fails and GRPO learns (configs/navigation_vision_grpo.py; docs/navigation.md).
+PPO has not helped after this warm start; GRPO does (configs/navigation_vision_grpo.py; docs/navigation.md).
 """
 
 from configs import frozenlake_vision_ppo

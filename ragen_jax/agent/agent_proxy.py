@@ -49,6 +49,7 @@ class AgentProxy:
     policy_version: int = 0,
     pictured: Collection[int] = (),
     level_seeds: np.ndarray | None = None,
+    heartbeat: Heartbeat | None = None,
   ) -> Rollout:
     """Plays one episode in each row. If processes share the rows, each plays its own, and all return the whole rollout.
 
@@ -56,6 +57,7 @@ class AgentProxy:
       first_seed, first_member, level_seeds: see `EnvStateManager.reset`.
       policy_version: number of updates that led to the speaker's weights; recorded in the trajectory.
       pictured: rows of the whole batch whose boards are drawn, for the viewer.
+      heartbeat: is told of episodes that are over, after each turn of some rows.
 
     Raises:
       UserError: the speaker writes tokens, and a first prompt does not fit into the context.
@@ -64,7 +66,7 @@ class AgentProxy:
     observations = envs.reset(first_seed, first_member=first_member, level_seeds=level_seeds)
     log = EpisodeLog(envs, context, self.limits, observations, writes_tokens=speaker.writes_tokens, pictured=pictured)
     turns = Turns(envs, self.limits.env_threads if hasattr(speaker, 'idle') else 0)
-    heartbeat = Heartbeat('playing: %d of %d episodes are over', envs.rows)
+    over = 0
     with contextlib.closing(turns):
       while (replies := speaker.reply(log)) is not None:
         read = {row: context.parse(int(envs.row_env[row]), reply.text, reply.ids) for row, reply in replies.items()}
@@ -72,7 +74,9 @@ class AgentProxy:
         played = turns.play({row: list(own.actions) for row, own in read.items()}, wait=turns.apart and speaker.idle)
         if played is not None:
           log.record(*played)
-        heartbeat.beat(int(np.sum(log.status != Status.RUNNING)))
+        if heartbeat is not None:
+          before, over = over, int(np.sum(log.status != Status.RUNNING))
+          heartbeat.advance(over - before)
     rollout = log.end(policy_version)
     envs.end()
     if self._share is None:

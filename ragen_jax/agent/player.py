@@ -19,6 +19,7 @@ from ragen_jax.distributed import processes
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.layers import FUSE_BELOW_WIDTH
 from ragen_jax.sampling.sampler import Sampler, Sampling
+from ragen_jax.utils.heartbeat import Heartbeat
 
 
 class Player(Protocol):
@@ -129,11 +130,14 @@ class EnvironmentPlayer:
     pictured: Collection[int] = (),
     level_seeds: np.ndarray | None = None,
   ) -> Rollout:
+    heartbeat = Heartbeat('playing: %d of %d episodes are over', sum(share.envs.rows for share in self._shares))
+
     def play_share(proxy: AgentProxy) -> Rollout:
       speaker = SamplerSpeaker(self._sampler, params, key, sampling, eyes=self._eyes)
       return proxy.rollout(
-        speaker, first_seed, policy_version=policy_version, pictured=pictured, level_seeds=level_seeds
-      )
+        speaker, first_seed, policy_version=policy_version, pictured=pictured, level_seeds=level_seeds,
+        heartbeat=heartbeat,
+      )  # fmt: skip
 
     if len(self._shares) == 1:
       return play_share(self.proxy)

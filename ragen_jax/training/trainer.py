@@ -265,7 +265,7 @@ class Trainer:
     planned = [] if found else self._plans(selected, state.iteration)
     heartbeat = Heartbeat('update: %d of %d micro-batches were given to the devices', sum(len(p) for _, p in planned))
     for rows, plans in planned:
-      parts = heartbeat.over(self.micro_batches(batch, selected, rows, plans), sum(map(len, taken)))
+      parts = heartbeat.over(self.micro_batches(batch, selected, rows, plans))
       # A process that waits for the devices in this step is ahead of one that hangs before it.
       processes.mark_progress()
       state, sums = self.learner.step(state, parts, critic_only=critic_only)

@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 _T = TypeVar('_T')
 
-SECONDS = 30.0  # between two lines; a shorter stage logs nothing
+SECONDS = 30.0  # least time between two lines; a shorter stage logs nothing
 
 _log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-  """Logs how much of a stage is done, at most once in `SECONDS`.
+  """Counts what is done of a stage, and logs it at most once in `SECONDS`. Threads may share it.
 
   heartbeat = Heartbeat('playing: %d of %d episodes are over', 128)
-  heartbeat.beat(37)  # playing: 37 of 128 episodes are over after 31 s
+  heartbeat.advance(37)  # after half a minute: playing: 37 of 128 episodes are over after 31 s
   """
 
   def __init__(self, text: str, total: int, clock: Callable[[], float] = time.monotonic):
     """Logs nothing. `text` has a place for the number that is done and one for the total."""
     self._text, self._total, self._clock = text, total, clock
+    self._done, self._lock = 0, threading.Lock()
     self._began = self._last = clock()
 
-  def beat(self, done: int) -> None:
-    """Logs that `done` of the total are done, if the last line was long enough ago."""
-    now = self._clock()
-    if now - self._last >= SECONDS:
-      self._last = now
-      _log.info(f'{self._text} after %.0f s', done, self._total, now - self._began)
+  def advance(self, count: int = 1) -> None:
+    """Adds to what is done, and logs it if the last line was long enough ago."""
+    with self._lock:
+      self._done += count
+      now = self._clock()
+      if now - self._last < SECONDS:
+        return
+      self._last, done = now, self._done
+    _log.info(f'{self._text} after %.0f s', done, self._total, now - self._began)
 
-  def over(self, parts: Iterable[_T], done: int = 0) -> Iterator[_T]:
-    """The parts, with a beat before each; `done` parts of the total came before them."""
-    for i, part in enumerate(parts, done):
-      self.beat(i)
+  def over(self, parts: Iterable[_T]) -> Iterator[_T]:
+    """The parts; each counts as done when the next one is asked for."""
+    for part in parts:
       yield part
+      self.advance()

@@ -47,15 +47,18 @@ def test_the_same_replies_are_the_same_episodes_in_tokens_and_in_text(tiny, cont
   np.testing.assert_allclose(np.bincount(t.episode, t.rewards.sum(axis=1)), in_tokens.episode_scores, atol=1e-5)
 
 
-def test_a_slow_rollout_tells_how_many_episodes_are_over(tiny, monkeypatch, caplog):
+def test_a_heartbeat_is_told_of_the_episodes_that_are_over(tiny, monkeypatch, caplog):
   monkeypatch.setattr(heartbeat, 'SECONDS', 0.0)
   proxy = make_proxy(tiny, ('FrozenLake', 'SimpleSokoban'), 3, 2)
+  script = ['<think>' + reply for reply in REPLIES]
   with caplog.at_level(logging.INFO):
-    played = proxy.rollout(ScriptedText(['<think>' + reply for reply in REPLIES]), 500)
+    proxy.rollout(ScriptedText(script), 500)
+    assert not caplog.records  # a person who plays is not told
+    played = proxy.rollout(ScriptedText(script), 500, heartbeat=heartbeat.Heartbeat('%d of %d episodes', 12))
   told = [r.getMessage().partition(' episodes')[0] for r in caplog.records if r.name == heartbeat.__name__]
   turns = np.asarray([len(e.turns) for e in played.episodes])
   over = [np.sum(turns <= n) for n in range(1, turns.max() + 1)]
-  assert len(set(over)) > 1 and told == [f'playing: {n} of 12' for n in over]
+  assert len(set(over)) > 1 and told == [f'{n} of 12' for n in over]
 
 
 def test_shares_of_a_rollout_put_together_are_the_whole(tiny):

@@ -17,6 +17,7 @@ from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.sampler_speaker import SamplerSpeaker
 from ragen_jax.planning import program_list
 from ragen_jax.sampling.sampler import Sampling
+from ragen_jax.utils import heartbeat
 from ragen_jax.utils.observer import Observer
 from tests.support.configs import small_config
 
@@ -42,7 +43,9 @@ def _player(parts, held_out=frozenset(), specs=None, rows=4):
 
 @pytest.mark.parametrize('schedule', ['lockstep', 'continuous'])
 @pytest.mark.slow
-def test_episodes_are_those_of_one_speaker(parts, schedule):
+def test_episodes_are_those_of_one_speaker(parts, schedule, monkeypatch, caplog):
+  monkeypatch.setattr(heartbeat, 'SECONDS', 0.0)
+  caplog.set_level(logging.INFO)
   config, policy, _ = parts
   config.agent.schedule = schedule
   seeds = np.asarray([7, 9, 7, 12, 3, 4])
@@ -65,6 +68,8 @@ def test_episodes_are_those_of_one_speaker(parts, schedule):
   same = found.anchors[:, :, None, None] == found.anchors
   np.testing.assert_array_equal(same, whole.anchors[:, :, None, None] == whole.anchors)
   assert found.tokens_sampled == whole.tokens_sampled and len(set(found.trajectory.length.tolist())) > 2
+  told = [r.getMessage().partition(' after')[0] for r in caplog.records if r.name == heartbeat.__name__]
+  assert len(told) > 3 and 'playing: 12 of 12 episodes are over' in told  # the shares count together
 
 
 def test_levels_and_the_best_success_are_those_of_all_shares(parts):

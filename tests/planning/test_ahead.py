@@ -37,7 +37,7 @@ def _parts(directory, **fields):
   return config, trainer
 
 
-@pytest.fixture(scope='module', params=[512, pytest.param(128, marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope='module', params=[512, pytest.param(128, marks=pytest.mark.slow)])
 def played(request, tmp_path_factory):
   """A run after its first rollout, with one or two sizes of the cache: its parts, and what was compiled ahead."""
   alike.forget()  # nothing is compiled yet
@@ -56,6 +56,7 @@ def _traces(trainer):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases('128')
 def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
   config, trainer, _, _, done, background = played
   listed = program_list.programs(config, trainer, program_list.rows(config, trainer.model.sampler))
@@ -67,6 +68,7 @@ def test_what_a_rollout_makes_likely_is_compiled_and_listed(played):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive_cases('128')
 def test_an_update_compiles_nothing(played):
   _, trainer, state, selection, _, _ = played
   batch, _ = trainer.estimate(state, selection)

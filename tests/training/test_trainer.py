@@ -60,7 +60,7 @@ def test_a_slow_update_tells_how_far_it_is(policy, played, monkeypatch, caplog):
     trainer.update(state, batch, selection)
   told = [r.getMessage().partition(' micro')[0] for r in caplog.records if r.name == heartbeat.__name__]
   every = sum(len(plans) for _, plans in trainer._plans(selection, 0))
-  assert every > 4 and told == [f'update: {i} of {every}' for i in range(every)]
+  assert every > 4 and told == [f'update: {i} of {every}' for i in range(1, every + 1)]
 
 
 def _with_a_number(rollout, name, x):

@@ -63,7 +63,7 @@ def test_the_gradient_of_a_trained_tower_is_that_of_finite_differences(tmp_path,
     norm = float(np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in tower.values())))
     assert norm > 1e-3
     values = []
-    step = 5e-4 / norm  # the loss of values bends: with ten times the step the difference is 20 % off
+    step = 5e-4 / norm  # the value loss is curved: with ten times the step, the difference is 20 % off
     for sign in (1, -1):
       moved = [
         (path, x.replace(x[...] + sign * step / norm * tower[path]) if path in tower else x)

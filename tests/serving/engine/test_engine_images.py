@@ -98,7 +98,7 @@ def test_a_conversation_reads_each_image_once(policy):
     assert reply.cached_tokens == len(third.prompt) - 2
 
 
-@pytest.mark.exhaustive_cases('qwen2_5_vl', 'qwen3_vl')
+@pytest.mark.exhaustive_cases('qwen2_5_vl')
 def test_another_image_in_the_same_columns_is_read(policy):
   with _engine(policy, slots=1) as engine:
     asked = [_asked(policy, [9, 10], _image(number, 3, 3), [12]) for number in (1, 2, 1)]
@@ -113,7 +113,7 @@ def test_another_image_in_the_same_columns_is_read(policy):
     assert np.abs(of_other - replies[0].logprobs).max() > 1e-3, 'images matter'
 
 
-@pytest.mark.exhaustive_cases('qwen2_5_vl', 'qwen3_vl')
+@pytest.mark.exhaustive_cases('qwen2_5_vl')
 def test_a_row_is_cut_before_behind_and_between_images(policy):
   with _engine(policy, slots=2) as engine:
     begin = [[9, 10], _image(1, 2, 3), [11, 12, 13, 14], _image(2, 3, 2), [15] * 6]
