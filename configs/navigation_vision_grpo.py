@@ -4,7 +4,8 @@ python main.py --mode=sft --config=configs/sft_navigation.py
 python main.py --config=configs/navigation_vision_grpo.py --config.model.path=runs/sft_navigation/model
 
 2026-11-28, seed 0: success on 1,024 test rooms from 0.222 to 0.404 (half of the 95 % interval 0.03) in 20 minutes on
-one core of an AMD EPYC. The best fixed sequence of actions reaches 0.24 (docs/navigation.md).
+one core of an AMD EPYC that other programs used as well. The best fixed sequence of actions reaches 0.24
+(docs/navigation.md).
 """
 
 from configs import navigation_vision_ppo
