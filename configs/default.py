@@ -556,8 +556,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.checkpoint_every = 200
   # Peak learning rate; it rises over the first twentieth of the steps and falls to a tenth along a cosine.
   config.sft.learning_rate = 1e-4
-  # Weight of the value head's loss: half the squared error against the return of optimal play, divided by the mean
-  # square of this return in the environment. 0 does not train the head.
+  # Weight of the value head's loss: half the squared error against the rewards that the demonstration still
+  # earned, divided by their mean square in the environment. 0 does not train the head.
   config.sft.value_coef = 0.0
   # Begin with fresh weights and a tokenizer made from the prompts of `tags`, instead of `model`.
   config.sft.from_scratch = False

@@ -45,7 +45,7 @@ def check_sft(config: ConfigDict) -> None:
   _check_weights(config)
   if config.sft.data:
     rules.check(
-      config, 'sft.value_coef', not config.sft.value_coef, 'conversations of sft.data have no values; must be 0'
+      config, 'sft.value_coef', not config.sft.value_coef, 'conversations of sft.data have no rewards; must be 0'
     )
     rules.check(
       config, 'sft.save_data', not config.sft.save_data, "writes the solvers' play; must be empty with sft.data"
@@ -179,7 +179,6 @@ def _check_experts(config: ConfigDict, specs: list[EnvSpec]) -> None:
   """Checks demonstrations of experts outside JAX; `specs` are their environments."""
   if specs:
     tag, sft = specs[0].tag, config.sft
-    rules.check(config, 'sft.value_coef', not sft.value_coef, f'the expert of {tag} gives no values; must be 0')
     rules.check(
       config,
       'sft.from_scratch',

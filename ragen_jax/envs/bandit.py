@@ -261,7 +261,6 @@ class Bandit(base.Environment):
     return OneActionSolution(
       success=np.where(states.done, states.success, 1).astype(np.float32),
       actions=self._ids[states.pair, HIGH].tolist(),
-      rewards=np.full(len(states.pair), self.high_probability * self.high_reward, np.float32),
     )
 
 

@@ -91,13 +91,6 @@ class Solution(Protocol):
       ValueError: more turns or actions remain than the budget has.
     """
 
-  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the expected sum of the remaining rewards under the best play.
-
-    Best play has the highest probability of success. If success is out of reach, it makes as few actions as the game
-    allows. Arguments and errors are those of `plan`.
-    """
-
 
 class Game(abc.ABC):
   """The interface of environments, in JAX or outside it, for prompts, replies and evaluations.

@@ -298,7 +298,6 @@ class Countdown(base.Environment):
     return OneActionSolution(
       success=np.where(states.done, states.success, solved).astype(np.float32),
       actions=[self._padded(found[level] or chain(level[0], PLUS)) for level in levels],
-      rewards=np.where(solved, 1.0, self.numbers_reward).astype(np.float32),
     )
 
   def rationale(self, states: State) -> list[str]:

@@ -295,7 +295,7 @@ class Manipulation(base.Environment):
     """The shortest play of fresh levels. The game is deterministic, so it is the best at every discount."""
     del discount
     count = len(np.asarray(states.done))
-    _, after, _ = solver.play(self, states, np.full((count,), budget.most_actions))
+    _, after = solver.play(self, states, np.full((count,), budget.most_actions))
     return solver.ManipulationSolution(self, budget, np.asarray(after.success, np.float32))
 
 

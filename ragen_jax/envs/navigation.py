@@ -401,7 +401,7 @@ class Navigation(base.Environment):
     here = distance[(np.arange(count), states.tilt, states.heading, states.player[:, 0], states.player[:, 1])]
     left = np.minimum(budget.most_actions, self.max_steps - states.steps)
     success = np.where(states.done, states.success, here <= left).astype(np.float32)
-    return solver.NavigationSolution(distance, success, budget, self.max_steps, self.success_reward)
+    return solver.NavigationSolution(distance, success, budget, self.max_steps)
 
 
 @functools.partial(jax.jit, static_argnums=0)

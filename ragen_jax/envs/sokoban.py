@@ -30,6 +30,9 @@ from ragen_jax.envs.sokoban_boards import (
 )
 from ragen_jax.envs.solvers import sokoban as sokoban_solver
 
+STEP_REWARD = -0.1
+SUCCESS_REWARD = 10.0
+
 _GRID_HEADER = 'Grid Map:'
 _SIZE_HEADER = 'Board size:'
 
@@ -202,7 +205,7 @@ class Sokoban(base.Environment):
     gained = jnp.where(pushed, targets[beyond].astype(jnp.int32) - targets[ahead], 0)
     success = ~(boxes & ~targets).any()
     steps = state.steps + 1
-    reward = sokoban_solver.STEP_REWARD + gained + sokoban_solver.SUCCESS_REWARD * success
+    reward = STEP_REWARD + gained + SUCCESS_REWARD * success
     after = state.replace(
       boxes=boxes.reshape(self.dim),
       player=jnp.where(moves, state.player + move, state.player),
@@ -234,7 +237,7 @@ class Sokoban(base.Environment):
     if one:
       lines[2] = 'Walking into the box pushes it one cell further in that direction, if that cell is no wall.'
       lines[3] = 'The box can only be pushed, never pulled, and nothing passes through a wall.'
-    step, success = sokoban_solver.STEP_REWARD, sokoban_solver.SUCCESS_REWARD
+    step, success = STEP_REWARD, SUCCESS_REWARD
     lines.append(
       f'Each action costs {-step:g} points. A box pushed onto a target earns 1 point, a box pushed off one costs 1 '
       f'point, and {"the box" if one else "the last box"} on its target ends the game and earns {success:g} more.'

@@ -334,7 +334,7 @@ class Sudoku(base.Environment):
     empty = (np.asarray(states.board) == 0).sum(axis=(1, 2))
     fits = empty <= budget.most_actions
     success = np.where(states.done, states.success, fits).astype(np.float32)
-    return solver.SudokuSolution(success, budget, RIGHT_REWARD, COMPLETE_REWARD)
+    return solver.SudokuSolution(success, budget)
 
 
 def _hints(board: np.ndarray) -> list[list[str]]:

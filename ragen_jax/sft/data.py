@@ -39,8 +39,7 @@ class SftExamples:
     length: i32[N].
     columns: i32[N, R], columns of the trained tokens, see `sampled_columns`.
     mask: bool[N, R].
-    values: f32[N, R], targets of the value head: the expected return of the best play from each state, which is less
-      noisy than the return of the demonstrated episode.
+    values: f32[N, R], targets of the value head: the sum of the rewards that the demonstrated episode still earned.
     value_scale: f32[N], 1 / mean square of the environment's values, so that environments with large rewards do not
       dominate the value loss.
     level: i32[N], equal for conversations on the same level.
@@ -195,7 +194,8 @@ def join(parts: list[Rollout], sight: ImageInputsMaker | None, params: Any) -> S
   joined = concatenate(parts, renumber=True)
   whole = joined.trajectory
   columns, mask = sampled_columns(whole.loss_mask)
-  values = at_columns(whole.values, columns, mask)
+  still_earned = np.cumsum(whole.rewards[:, ::-1], axis=1, dtype=np.float64)[:, ::-1]
+  values = at_columns(still_earned.astype(np.float32), columns, mask)
   value_scale, start = np.ones((len(mask),), np.float32), 0
   for part in parts:
     rows = slice(start, start + len(part.trajectory.length))

@@ -38,13 +38,11 @@ class DemonstrationStyle:
 class _Plan:
   """A demonstrated turn.
 
-  It has the names of actions, texts by tag for the sections of all forms of replies, and the expected return of the
-  best play, which is 0 if it is unknown.
+  It has the names of actions, and texts by tag for the sections of all forms of replies.
   """
 
   names: list[str]
   texts: dict[str, str]
-  value: float
 
 
 def _reads_back(context: ContextManager, env: int, plan: _Plan, reply: TextReply) -> bool:
@@ -82,8 +80,6 @@ class Demonstrator:
   """Plays environments that have a solver, or an expert outside JAX.
 
   Its rows show the whole conversation, whatever the context policy. The loss mask covers replies and their stop tokens.
-  `values` are the expected remaining rewards of the best play at the start of the turn, within the demonstrator's
-  limits.
   """
 
   writes_tokens: ClassVar[bool] = True
@@ -129,7 +125,7 @@ class Demonstrator:
     advice = {row: names[:most] for row, names in zip(running, pool.expert(running), strict=True) if names}
     thoughts = pool.rationale(list(advice))
     return {
-      row: _Plan(names, {'think': thought, 'reasoning': thought}, 0.0)
+      row: _Plan(names, {'think': thought, 'reasoning': thought})
       for (row, names), thought in zip(advice.items(), thoughts, strict=True)
     }
 
@@ -146,7 +142,6 @@ class Demonstrator:
     remaining = pool.spec.budget.max_turns - turn
     # All rows draw, so that a row's random numbers do not depend on which other rows are over.
     turns_left = np.where(rng.random(count) < style.hurry, 1, np.maximum(np.full((count,), remaining, np.int32), 1))
-    values = expert.value(states, max(remaining, 0), left)
     plans = expert.plan(states, turns_left, left)
     naive_plans = beginner.plan(states, turns_left, left)
     kind = rng.choice(3, size=count, p=[style.noise, style.beginner, 1 - style.noise - style.beginner])
@@ -159,10 +154,7 @@ class Demonstrator:
         plan = [legal[row][i] for i in rng.integers(len(legal[row]), size=max(len(plan), 1))]
       chosen[row] = plan[:1] if timid[row] else plan
     texts = _texts(pool, chosen)
-    return {
-      row: _Plan([env.format_action(action) for action in plan], texts[row], values[row])
-      for row, plan in chosen.items()
-    }
+    return {row: _Plan([env.format_action(action) for action in plan], texts[row]) for row, plan in chosen.items()}
 
   def _write(self, log: EpisodeLog, env: int, row: int, plan: _Plan) -> TextReply | None:
     """Writes a turn's prompt and reply to the row. If they do not fit, ends the episode and returns None."""
@@ -181,5 +173,5 @@ class Demonstrator:
       return None
     turn = len(log.past(row))
     timeline.append_context(row, prompt.ids, turn, prompt.images)
-    timeline.append_reply(row, reply.ids, turn, values=plan.value)
+    timeline.append_reply(row, reply.ids, turn)
     return reply

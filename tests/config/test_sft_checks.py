@@ -99,7 +99,7 @@ _FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision'
       r"^sft\.skip_held_out_of=\('frozenlake_pp',\): must be names of configs; did you mean 'frozenlake_ppo'\? allowed",
     ),
     # Conversations in place of demonstrations.
-    ({'sft.data': 'x', 'sft.value_coef': 0.1}, r'^sft\.value_coef=0\.1: conversations of sft\.data have no values'),
+    ({'sft.data': 'x', 'sft.value_coef': 0.1}, r'^sft\.value_coef=0\.1: conversations of sft\.data have no rewards'),
     (
       {'sft.data': 'x', 'sft.save_data': 'y'},
       r"^sft\.save_data='y': writes the solvers' play; must be empty with sft\.",

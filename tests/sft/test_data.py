@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import numpy as np
+import pytest
 
 from ragen_jax import build
 from ragen_jax.agent import segments
@@ -65,7 +66,7 @@ def test_other_images_have_another_checksum():
 
 
 def test_parts_are_joined_with_their_levels_values_and_images():
-  config = small_config({'envs.FrozenLake.observation': 'image', 'agent.max_context': 2048})
+  config = small_config({'envs.SimpleSokoban.observation': 'image', 'agent.max_context': 4096})
   processor = ProcessorConfig(8, 1, 1, 64, 65536, (0.5,) * 3, (0.5,) * 3)
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   tokenizer._image_ids = (4, 5, 6)  # of bytes that no prompt contains
@@ -73,7 +74,7 @@ def test_parts_are_joined_with_their_levels_values_and_images():
   lessons = []
   for k, form in enumerate(('no_think', 'world_modeling')):
     config.agent.format = form
-    [spec] = build.env_specs(config, ('FrozenLake',), (6,))
+    [spec] = build.env_specs(config, ('SimpleSokoban',), (6,))
     context, limits = build.context_manager(config, tokenizer, [spec]), build.episode_limits(config, [spec])
     lessons.append(sft_data.Lesson(spec, context, limits, 500 + 6 * k))
   settings = sft_data.DemonstrationSettings(group_size=2, seed=0)
@@ -83,6 +84,12 @@ def test_parts_are_joined_with_their_levels_values_and_images():
     _assert_images_are_those_of_the_boards(part)
   data = sft_data.join(parts, None, None)
   np.testing.assert_array_equal(data.level, np.repeat(np.arange(12), 2))
+  rows = [row for part in parts for row in zip(part.episodes, part.trajectory.turn, strict=True)]
+  for row, (episode, turn_of) in enumerate(rows):
+    for column, value in zip(data.columns[row][data.mask[row]], data.values[row][data.mask[row]], strict=True):
+      turns = episode.turns[turn_of[column] :]
+      assert value == pytest.approx(sum(reward for turn in turns for reward in turn.rewards), abs=1e-5)
+  assert len({*np.round(data.values[data.mask], 2).tolist()}) > 8  # of Sokoban: -0.1 for each action, 10 for success
   squares = [np.square(data.values[rows][data.mask[rows]]).mean() for rows in (slice(0, 12), slice(12, 24))]
   np.testing.assert_allclose(data.value_scale, np.repeat(1 / np.asarray(squares), 12), rtol=1e-5)
 
@@ -92,7 +99,7 @@ def _assert_images_are_those_of_the_boards(part):
   for row, episode in enumerate(part.episodes):
     shown = part.trajectory.image[row]
     images = [segments.images_of(turn.observation)[0] for turn in episode.turns]
-    assert (shown >= 0).sum() == 16 * len(images)
+    assert (shown >= 0).sum() == 36 * len(images)
     runs = np.split(shown[shown >= 0], len(images))
     for run, image in zip(runs, images, strict=True):
       np.testing.assert_array_equal(part.images[run[0]], image)

@@ -92,7 +92,7 @@ def test_rows_are_the_whole_conversation_whatever_the_context_policy_and_end_whe
   whole, *_ = _demonstrations(_style(), groups=16)
   windowed, *_ = _demonstrations(_style(), groups=16, agent__context='single_turn', agent__context_turns=1)
   np.testing.assert_array_equal(windowed.tokens, whole.tokens)
-  np.testing.assert_array_equal(windowed.values, whole.values)
+  np.testing.assert_array_equal(windowed.rewards, whole.rewards)
   short = small_config(agent__max_context=160)
   specs = build.env_specs(short, ('SimpleSokoban',), (16,))
   context = build.context_manager(short, ChatTokenizer(presets.resolve('tiny', '')), specs)
@@ -101,15 +101,6 @@ def test_rows_are_the_whole_conversation_whatever_the_context_policy_and_end_whe
   assert rollout.trajectory.length.max() <= 160
   cut = [e for e in rollout.episodes if e.status == Status.OUT_OF_CONTEXT]
   assert cut and all(e.turns for e in cut)
-
-
-def test_values_are_the_best_that_is_still_to_come():
-  trajectory, episodes, optimal, *_ = _demonstrations(_style(discount=1.0), ('FrozenLake',), groups=32)
-  for row, best in enumerate(optimal):
-    first = np.flatnonzero(trajectory.loss_mask[row])[0]
-    # A win pays 1 and nothing else pays, so before the first turn the value is the best chance to win.
-    assert trajectory.values[row, first] == pytest.approx(best, abs=1e-5)
-  assert (trajectory.values[~trajectory.loss_mask] == 0).all() and len(episodes) == 32
 
 
 @pytest.mark.slow

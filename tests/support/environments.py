@@ -76,11 +76,10 @@ def check_limits_of_plans(env: Environment, levels: Any) -> None:
   done = levels.replace(done=np.array([True, False, False, False]))
   plans = solution.plan(done, np.array([5, 0, 5, 5]), np.array([10, 10, 0, 1]))
   assert plans[:3] == [[], [], []] and len(plans[3]) == 1
-  for call in (solution.plan, solution.value):
-    with raises_one_line('turns_left=6; allowed: at most 5, the budget that was solved for'):
-      call(levels, np.full(4, 6), np.full(4, 10))
-    with raises_one_line('actions_left=11; allowed: at most 10, the budget that was solved for'):
-      call(levels, np.full(4, 5), np.full(4, 11))
+  with raises_one_line('turns_left=6; allowed: at most 5, the budget that was solved for'):
+    solution.plan(levels, np.full(4, 6), np.full(4, 10))
+  with raises_one_line('actions_left=11; allowed: at most 10, the budget that was solved for'):
+    solution.plan(levels, np.full(4, 5), np.full(4, 11))
 
 
 def check_no_levels(env: Environment, levels: Any, budget: Budget) -> None:

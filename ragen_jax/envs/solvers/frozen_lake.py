@@ -107,21 +107,12 @@ class FrozenLakeSolution:
     return self._backward(discount=self.discount, hope=_HOPE, with_plans=True)[1]
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[int]]:
-    number = self._look_up(self._plans, states, turns_left, actions_left, over=-1)
-    return [numbered_sequence(k) for k in number.tolist()]
-
-  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the highest remaining probability of success, which is the value of the goal's one point."""
-    return self._look_up(self._chances, states, turns_left, actions_left, over=0.0)
-
-  def _look_up(self, table: np.ndarray, states: Any, turns_left, actions_left, over: float) -> np.ndarray:
-    """The entry of each level in a table [N, turns, actions, S]; `over` if its episode is over."""
     n = len(self.player)
     turns, actions = check_left('frozen_lake', self.budget, turns_left, actions_left, n)
     ended = np.asarray(states.done) | (turns < 1) | (actions < 1)
     # Levels that are over read an arbitrary entry of the table, which is then replaced.
-    entry = table[np.arange(n), np.maximum(turns, 1) - 1, np.maximum(actions, 1) - 1, np.asarray(states.player)]
-    return np.where(ended, table.dtype.type(over), entry)
+    plan = self._plans[np.arange(n), np.maximum(turns, 1) - 1, np.maximum(actions, 1) - 1, np.asarray(states.player)]
+    return [numbered_sequence(k) for k in np.where(ended, -1, plan).tolist()]
 
   def _backward(self, *, discount: float, hope: float, with_plans: bool) -> tuple[np.ndarray, np.ndarray | None]:
     """Runs the recursion on chunks of levels that fit the working memory; all chunks share one compiled program."""

@@ -197,34 +197,23 @@ class ManipulationSolution:
     left = count_actions(self.env.name, self.budget, states.done, turns_left, actions_left)
     return play(self.env, states, np.minimum(left, self.budget.max_actions_per_turn))[0]
 
-  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the sum of the rewards of the plan if it reaches the goal within the remaining budget, else 0."""
-    left = count_actions(self.env.name, self.budget, states.done, turns_left, actions_left)
-    _, after, rewards = play(self.env, states, left)
-    return np.where((left > 0) & after.success, rewards, np.float32(0))
 
-
-def play(env: Environment, states: Any, most: np.ndarray) -> tuple[list[list[Skill]], Any, np.ndarray]:
-  """Plays plans of at most `most`, i64[N], skills from states [N].
-
-  Returns the skills, the states after them, and the sums of the rewards f32[N].
-  """
+def play(env: Environment, states: Any, most: np.ndarray) -> tuple[list[list[Skill]], Any]:
+  """Plays plans of at most `most`, i64[N], skills from states [N] and returns the skills, and the states after them."""
   states = jax.tree.map(np.array, states)
   plans: list[list[Skill]] = [[] for _ in most]
-  rewards = np.zeros(len(plans), np.float32)
   for number in range(int(most.max(initial=0))):
     rows = np.flatnonzero(~states.done & (most > number))
     if not len(rows):
       break
     own = jax.tree.map(lambda leaf, rows=rows: leaf[rows], states)
     skills = [planner.next() for planner in planners(env.task_of_levels, own)]
-    after, earned = batched(_stepped, env, (own, np.array(skills, np.int32)))
+    after = batched(_stepped, env, (own, np.array(skills, np.int32)))
     for leaf, new in zip(jax.tree.leaves(states), jax.tree.leaves(after), strict=True):
       leaf[rows] = new
-    rewards[rows] += earned
     for row, skill in zip(rows.tolist(), skills, strict=True):
       plans[row].append(skill)
-  return plans, states, rewards
+  return plans, states
 
 
 def planners(task: Task, states: Any) -> list[Planner]:
@@ -235,7 +224,6 @@ def planners(task: Task, states: Any) -> list[Planner]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _stepped(env: Environment, rows: Any) -> tuple[Any, jax.Array]:
+def _stepped(env: Environment, rows: Any) -> Any:
   states, skills = rows
-  after, out = jax.vmap(env.step, (0, 0, None))(jax.tree.map(jnp.asarray, states), skills, jax.random.key(0))
-  return after, out.reward
+  return jax.vmap(env.step, (0, 0, None))(jax.tree.map(jnp.asarray, states), skills, jax.random.key(0))[0]

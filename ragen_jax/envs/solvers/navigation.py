@@ -54,14 +54,12 @@ class NavigationSolution:
     distance: i32[N, T, 4, R, C], see `distances`.
     success: f32[N], 1 if the sequence fits into the budget and the game's own limit, else 0.
     max_steps: actions after which the game ends.
-    reward: the reward of finding the target.
   """
 
   distance: np.ndarray
   success: np.ndarray
   budget: Budget
   max_steps: int
-  reward: float
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[int]]:
     """The next turn's actions of a shortest play; errors are those of `base.Solution`.
@@ -89,12 +87,6 @@ class NavigationSolution:
           pose = after
           break
     return actions
-
-  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the reward of the target if it can be found within the remaining budget, else 0."""
-    left = self._left(states, turns_left, actions_left)
-    distance = self.distance[(np.arange(len(left)), *self._poses(states))]
-    return np.where((left > 0) & (distance <= left), np.float32(self.reward), np.float32(0))
 
   def _left(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
     left = count_actions('navigation', self.budget, states.done, turns_left, actions_left)

@@ -12,20 +12,15 @@ import numpy as np
 class OneActionSolution:
   """Best play on N levels of a game that ends with its first action, which any budget allows.
 
-  `success` and `rewards`, f32[N], are the probability and the expected reward of the best `actions`.
+  `success`, f32[N], is its probability with the best `actions`.
   """
 
   success: np.ndarray
   actions: list[Any]
-  rewards: np.ndarray
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[Any]]:
     over = _is_over(states, turns_left, actions_left)
     return [[] if stop else [action] for action, stop in zip(self.actions, over.tolist(), strict=True)]
-
-  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the expected reward of the best action, or 0 if the episode is over."""
-    return np.where(_is_over(states, turns_left, actions_left), 0.0, self.rewards).astype(np.float32)
 
 
 def _is_over(states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:

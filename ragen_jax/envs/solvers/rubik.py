@@ -103,12 +103,6 @@ class RubikSolution:
       stickers[moving], distance[moving] = after[np.arange(len(moving)), action], distance[moving] - 1
     return plans
 
-  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], 1 if a solved cube is within the remaining budget, else 0; also 0 if the episode is over."""
-    left = count_actions('rubik_2x2', self.budget, states.done, turns_left, actions_left)
-    distance = self._distances(np.asarray(states.stickers))
-    return ((distance > 0) & (distance <= left)).astype(np.float32)
-
   def _distances(self, stickers: np.ndarray) -> np.ndarray:
     """i8[N], the distances; -1 if they exceed the budget."""
     return distances(stickers, self.budget.most_actions)

@@ -22,8 +22,6 @@ import numpy as np
 from ragen_jax.envs.base import Budget
 
 # The reward of every move, and the reward of the last box on its target beside its own point.
-STEP_REWARD = -0.1
-SUCCESS_REWARD = 10.0
 # Up, Down, Left, Right: (rows, columns). The opposite of direction d is d ^ 1.
 DIRECTIONS = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)], np.int32)
 # Boards with more positions are searched one level at a time; 8x8 with 3 boxes (257,040) still has a table.
@@ -355,15 +353,6 @@ class SokobanSolution:
     possible on targets.
     """
     return self._search.plan(states, self._most(states, turns_left, actions_left), self._per_turn)
-
-  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the rewards of the shortest solution; if none can be reached, those of one wasted move a turn."""
-    most = self._most(states, turns_left, actions_left)
-    length = self._search.lengths(states, most)
-    waiting = (np.asarray(states.boxes) & ~np.asarray(states.targets)).sum(axis=(1, 2))
-    solved = waiting + SUCCESS_REWARD + STEP_REWARD * length
-    lost = STEP_REWARD * np.minimum(most, turns_left)
-    return np.where(most < 1, 0.0, np.where((length >= 0) & (length <= most), solved, lost)).astype(np.float32)
 
   def _most(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
     """i32[N], the moves that can still be made."""

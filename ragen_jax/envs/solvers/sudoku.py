@@ -22,15 +22,13 @@ class SudokuSolution:
 
   success: np.ndarray
   budget: Budget
-  right_reward: float
-  complete_reward: float
 
   def plan(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> list[list[tuple[int, int, int]]]:
     """The next turn's digits, each for the cell with the fewest candidates; errors are those of `base.Solution`.
 
     If the board cannot be completed any more, the plan fills as many cells as it can.
     """
-    left = self._count_actions(states, turns_left, actions_left)
+    left = count_actions('sudoku', self.budget, states.done, turns_left, actions_left)
     left = np.minimum(left, self.budget.max_actions_per_turn)
     board, solution, wrong = np.array(states.board), np.asarray(states.solution), np.asarray(states.wrong)
     plans: list[list[tuple[int, int, int]]] = [[] for _ in board]
@@ -43,16 +41,6 @@ class SudokuSolution:
         plans[i].append((row + 1, col + 1, int(solution[i, row, col])))
       left = left - 1
     return plans
-
-  def value(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    """f32[N], the rewards of the plans to the end of the episode."""
-    left = self._count_actions(states, turns_left, actions_left)
-    empty = (np.asarray(states.board) == 0).sum(axis=(1, 2))
-    complete = (empty > 0) & (empty <= left)
-    return (self.right_reward * np.minimum(empty, left) + self.complete_reward * complete).astype(np.float32)
-
-  def _count_actions(self, states: Any, turns_left: np.ndarray, actions_left: np.ndarray) -> np.ndarray:
-    return count_actions('sudoku', self.budget, states.done, turns_left, actions_left)
 
 
 def find_candidates(board: np.ndarray, wrong: np.ndarray) -> np.ndarray:

@@ -203,22 +203,6 @@ def test_discount_shortens_the_play_and_leaves_the_optimum():
   assert (hasty_actions <= patient_actions).all() and hasty_actions.mean() < patient_actions.mean() - 0.5
 
 
-@pytest.mark.parametrize(('turns', 'actions'), [(1, 1), (2, 7), (3, 3), (5, 10)])
-def test_value_is_the_optimum_of_a_game_that_begins_here(turns, actions):
-  env = FrozenLake()
-  levels = make_levels(env, 32)
-  solution = env.solve(levels, Budget(), discount=0.9)
-  squares = np.random.default_rng(turns).integers(0, 16, size=32)
-  in_hole, at_goal = levels.holes.reshape(32, 16)[np.arange(32), squares], squares == levels.goal
-  states = levels.replace(player=squares.astype(np.int32), done=in_hole | at_goal, success=at_goal)
-  value = solution.value(states, np.full(32, turns), np.full(32, actions))
-  here = env.solve(states, Budget(turns, actions, 5)).success
-  np.testing.assert_allclose(value, np.where(states.done, 0, here), atol=1e-6)
-  assert value.min() == 0 and value.max() > 0.2
-  with raises_one_line('turns_left=6'):
-    solution.value(states, np.full(32, 6), np.full(32, 10))
-
-
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
