@@ -1,6 +1,10 @@
 """Makes the built-in model: a small Qwen2 trained on noisy demonstrations of FrozenLake, Sokoban and Bandit.
 
 python main.py --mode=sft --config=configs/sft_tiny.py
+
+2026-11-28, seed 0: 32 minutes on one core of an AMD EPYC that other work was using as well. Success on 256 held-out
+levels of each game at temperature 0.5 and greedy: FrozenLake 0.306 and 0.270, Sokoban 0.650 and 0.699, Bandit 0.987 and
+1.000.
 """
 
 from configs import default
@@ -12,13 +16,13 @@ def get_config():
   config.sft.output = 'ragen_jax/models/tiny'
   config.sft.from_scratch = True
   config.sft.tags = ('FrozenLake', 'SimpleSokoban', 'Bandit')
-  config.sft.levels = (16_000, 3_000, 500)
+  config.sft.levels = (16_000, 12_000, 500)
   config.sft.noise = 0.35
   config.sft.timid = 0.6
   config.sft.hurry = 0.5
   config.sft.actions_per_turn = 2
   config.sft.value_coef = 1.0
-  config.sft.steps = 1300
+  config.sft.steps = 2600
   config.sft.batch_size = 64
   config.sft.learning_rate = 3e-3
   config.sft.val_fraction = 0.0

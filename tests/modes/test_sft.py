@@ -368,7 +368,7 @@ def test_the_config_of_a_built_in_model_makes_a_model(tmp_path, module):
 
 def test_the_built_in_hybrid_is_made_as_the_built_in_model():
   tiny, hybrid = (dict(leaves(module.get_config())) for module in (sft_tiny, sft_tiny_hybrid))
-  differ = {'model.preset', 'sft.output', 'sft.shape', 'sft.linear_layers'}
+  differ = {'model.preset', 'sft.output', 'sft.shape', 'sft.linear_layers', 'sft.levels', 'sft.steps'}
   assert {name for name in tiny if tiny[name] != hybrid[name]} == differ
   files = [pathlib.Path(presets.resolve(name, ''), 'tokenizer.json') for name in (presets.TINY, presets.TINY_HYBRID)]
   assert files[0].read_text() == files[1].read_text()
