@@ -105,7 +105,6 @@ def test_numbers_reward():
   level = level_of(env, (1, 2, 3), 50)
   _, out = jax.jit(env.step)(level, np.array(env.parse_action('1 + 2 + 3'), np.int32), jax.random.key(0))
   assert out.reward == 0.5
-  assert env.solve(batch(level), BUDGET).rewards == 0.5
   assert 'right numbers 0.5' in env.rules() and 'right numbers' not in Countdown(numbers_reward=0.0).rules()
 
 
