@@ -21,7 +21,7 @@ def moody(gold: str, answer: str) -> float:
 def _config(tmp_path, **fields):
   rows = [{'question': f'Say {i}', 'answer': str(i)} for i in range(24)]
   fields = {
-    'train__tags': ('Shaky', 'Dataset'), 'train__tag_groups': (2, 2), 'eval__tags': ('Shaky',),
+    'train__tags': ('Shaky', 'Dataset'), 'train__groups': 12, 'train__tag_groups': (10, 2), 'eval__tags': ('Shaky',),
     'eval__greedy_too': False, 'eval__every': 1, 'agent__format': 'no_think',
     'envs__Dataset__path': write_lines(tmp_path / 'q.jsonl', rows), 'envs__Dataset__verifier': f'{__name__}:moody',
   } | fields  # fmt: skip
