@@ -2,9 +2,9 @@
 
 python main.py --config=configs/frozenlake_grpo.py
 
-2026-11-28, seeds 0, 1, 2 (benchmarks/learning_curves.py): success on 256 held-out levels from 0.302 to 0.434, 0.421,
-0.447 at temperature 0.5 and from 0.271 to 0.436, 0.440, 0.455 greedy, where 0.491 is the best possible, in 2,093, 544
-and 299 s on 2 cores of an AMD EPYC that other work was using as well for the first two.
+2026-11-28, seeds 0, 1, 2 (benchmarks/learning_curves.py): success on 256 held-out levels from 0.306 to 0.437, 0.420,
+0.454 at temperature 0.5 and from 0.270 to 0.425, 0.424, 0.439 greedy, where 0.491 is the best possible, in 309, 462 and
+460 s on one core of an AMD EPYC that other work was using as well.
 """
 
 from configs import frozenlake_ppo
