@@ -21,7 +21,7 @@ def get_config(model: str = ''):
   config.sft.packing = True
   if config.model.preset in BUILT_IN:
     config.sft.levels = (4096,)
-    # Trains the value head on the solver's return, for the critic of a later PPO run.
+    # Trains the value head on what the solver's play earned, for the critic of a later PPO run.
     config.sft.value_coef = 1.0
     config.sft.steps = 300
     config.sft.learning_rate = 2e-3

@@ -1,4 +1,4 @@
-"""Makes the built-in hybrid: a small Qwen3.5, trained on the demonstrations of the built-in model.
+"""Makes the built-in hybrid: a small Qwen3.5, trained on the built-in model's kind of play.
 
 python main.py --mode=sft --config=configs/sft_tiny_hybrid.py
 """

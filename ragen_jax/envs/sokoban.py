@@ -30,6 +30,7 @@ from ragen_jax.envs.sokoban_boards import (
 )
 from ragen_jax.envs.solvers import sokoban as sokoban_solver
 
+# The reward of every move, and the reward of the last box on its target beside its own point.
 STEP_REWARD = -0.1
 SUCCESS_REWARD = 10.0
 

@@ -204,7 +204,8 @@ def _learn(
   beginnings = first_turns(data) if sft.short_steps else data
   trainer = make_trainer(config, policy)
   with Checkpointer(workdir, keep=config.checkpoint.keep) as checkpointer:
-    done, told = _restore(trainer, checkpointer, data, workdir, sft.steps)
+    checksum = data.checksum_for(sft.value_coef)
+    done, told = _restore(trainer, checkpointer, checksum, workdir, sft.steps)
     start_step = done + 1 if done else 0
     kept = EpisodeWriter(workdir, start_step=start_step)
     settings = build.fill(TrackerSettings, config.logging)
@@ -258,7 +259,7 @@ def _learn(
         if (save or stop) and not bad:
           writer.flush()
           told = {'watch': watch.state_dict(), 'log': log.state_dict()}
-          checkpointer.save(step, trainer.state.saved(), {'data': data.checksum, 'told': told})
+          checkpointer.save(step, trainer.state.saved(), {'data': checksum, 'told': told})
         if stop and not last:
           raise Stopped(stop)
       # After the last checkpoint, so that the same command writes an output that failed without training again.
@@ -285,7 +286,7 @@ def _bad_numbers(watch: StepWatch, trainer: SftTrainer, micro_batches: list[SftB
 
 
 def _restore(
-  trainer: SftTrainer, checkpointer: Checkpointer, data: SftExamples, workdir: str | StagedWorkdir, steps: int
+  trainer: SftTrainer, checkpointer: Checkpointer, checksum: int, workdir: str | StagedWorkdir, steps: int
 ) -> tuple[int, dict[str, Any] | None]:
   """Restores the trainer from the last undamaged checkpoint, if there is one.
 
@@ -296,7 +297,7 @@ def _restore(
   done, told = checkpointer.latest_step() or 0, None
   if done:
     arrays, meta = checkpointer.restore(trainer.state.saved())
-    if meta['data'] != data.checksum:
+    if meta['data'] != checksum:
       raise UserError(
         f'--workdir={workdir}: the training data has changed since the checkpoint; choose another --workdir'
       )

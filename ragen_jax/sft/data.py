@@ -65,6 +65,10 @@ class SftExamples:
       found = zlib.crc32(np.ascontiguousarray(image), found)
     return zlib.crc32(np.ascontiguousarray(self.images.index), found)
 
+  def checksum_for(self, value_coef: float) -> int:
+    """The checksum of what a run with this weight of the value loss learns: with the values, if it is not 0."""
+    return zlib.crc32(np.ascontiguousarray(self.values), self.checksum) if value_coef else self.checksum
+
   @functools.cached_property
   def sampled(self) -> np.ndarray:
     """i32[N], number of tokens in the loss."""
@@ -194,7 +198,8 @@ def join(parts: list[Rollout], sight: ImageInputsMaker | None, params: Any) -> S
   joined = concatenate(parts, renumber=True)
   whole = joined.trajectory
   columns, mask = sampled_columns(whole.loss_mask)
-  still_earned = np.cumsum(whole.rewards[:, ::-1], axis=1, dtype=np.float64)[:, ::-1]
+  rewards = whole.rewards + whole.reply_rewards  # as the returns of RL
+  still_earned = np.cumsum(rewards[:, ::-1], axis=1, dtype=np.float64)[:, ::-1]
   values = at_columns(still_earned.astype(np.float32), columns, mask)
   value_scale, start = np.ones((len(mask),), np.float32), 0
   for part in parts:

@@ -190,7 +190,7 @@ def test_plans_solve_all_levels_in_the_fewest_skills(name, first):
   least = np.array([shortest(name, one(states, i)) for i in range(COUNT)])
   for most in range(2, 6):
     np.testing.assert_array_equal(env.optimal(states, Budget(most, most, 1)), least <= most)
-  solution, played = env.solve(states, Budget(3, 6, 2)), np.zeros(COUNT, int)
+  solution, played, earned = env.solve(states, Budget(3, 6, 2)), np.zeros(COUNT, int), np.zeros(COUNT)
   for turn in range(3):
     plans = solution.plan(states, 3 - turn, 6 - 2 * turn)
     assert max(map(len, plans)) <= 2
@@ -199,10 +199,12 @@ def test_plans_solve_all_levels_in_the_fewest_skills(name, first):
       actions = [plan[number] if number < len(plan) else (PICK, *LOW[False], 0, 0, 0) for plan in plans]
       for i in np.flatnonzero(acting):
         assert env.parse_action(env.format_action(actions[i])) == tuple(actions[i])
-      states, _ = act(env, states, actions)
+      states, out = act(env, states, actions)
       played += acting
+      earned += np.where(acting, out.reward, 0)
   assert states.success.all()
   np.testing.assert_array_equal(played, least)
+  np.testing.assert_allclose(earned, 10 - 0.1 * least, atol=1e-4)
 
 
 @each

@@ -43,6 +43,13 @@ def test_other_conversations_have_another_checksum():
   assert data.checksum != other.checksum
 
 
+def test_other_values_have_another_checksum_where_they_are_learnt():
+  data = made_up_examples()
+  other = dataclasses.replace(data, values=data.values + 1)
+  assert data.checksum_for(0.5) != other.checksum_for(0.5)
+  assert data.checksum_for(0) == other.checksum_for(0) == data.checksum
+
+
 def test_first_turns_end_with_the_first_reply_and_keep_their_images():
   data = examples_with_images(16)
   first = sft_data.first_turns(data)
@@ -66,7 +73,9 @@ def test_other_images_have_another_checksum():
 
 
 def test_parts_are_joined_with_their_levels_values_and_images():
-  config = small_config({'envs.SimpleSokoban.observation': 'image', 'agent.max_context': 4096})
+  config = small_config(
+    {'envs.SimpleSokoban.observation': 'image', 'agent.max_context': 4096, 'reward.format_reward': 0.5}
+  )
   processor = ProcessorConfig(8, 1, 1, 64, 65536, (0.5,) * 3, (0.5,) * 3)
   tokenizer = ChatTokenizer(presets.resolve('tiny', ''))
   tokenizer._image_ids = (4, 5, 6)  # of bytes that no prompt contains
@@ -88,7 +97,7 @@ def test_parts_are_joined_with_their_levels_values_and_images():
   for row, (episode, turn_of) in enumerate(rows):
     for column, value in zip(data.columns[row][data.mask[row]], data.values[row][data.mask[row]], strict=True):
       turns = episode.turns[turn_of[column] :]
-      assert value == pytest.approx(sum(reward for turn in turns for reward in turn.rewards), abs=1e-5)
+      assert value == pytest.approx(sum(sum(turn.rewards) + 0.5 for turn in turns), abs=1e-5)
   assert len({*np.round(data.values[data.mask], 2).tolist()}) > 8  # of Sokoban: -0.1 for each action, 10 for success
   squares = [np.square(data.values[rows][data.mask[rows]]).mean() for rows in (slice(0, 12), slice(12, 24))]
   np.testing.assert_allclose(data.value_scale, np.repeat(1 / np.asarray(squares), 12), rtol=1e-5)

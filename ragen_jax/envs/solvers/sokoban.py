@@ -21,7 +21,6 @@ import numpy as np
 
 from ragen_jax.envs.base import Budget
 
-# The reward of every move, and the reward of the last box on its target beside its own point.
 # Up, Down, Left, Right: (rows, columns). The opposite of direction d is d ^ 1.
 DIRECTIONS = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)], np.int32)
 # Boards with more positions are searched one level at a time; 8x8 with 3 boxes (257,040) still has a table.

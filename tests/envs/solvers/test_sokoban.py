@@ -91,7 +91,10 @@ def test_plans_go_on_from_where_the_policy_has_strayed(env, count, search):
   after, outs = played(env, strayed, actions)
   assert (after.success[-1] == (lengths >= 0)).all()
   lost = (lengths == -1) & (actions[0] >= 0)
-  assert outs.effective[0, lost].all()
+  assert outs.effective[0, lost].all() and lost.any() and (lengths == 0).any()
+  waiting = (np.asarray(strayed.boxes) & ~np.asarray(strayed.targets)).sum(axis=(1, 2))
+  earned = outs.reward.sum(axis=0)
+  np.testing.assert_allclose(earned[lengths > 0], (waiting + 10 - 0.1 * lengths)[lengths > 0], atol=1e-4)
 
 
 def test_plans_end_with_the_budget(search):
