@@ -1,10 +1,15 @@
 """Counts held-out boards of the configs of built-in models that occur in their demonstrations, or in training.
 
 python benchmarks/shared_boards.py
+python benchmarks/shared_boards.py --levels 2000 1024
+
+The second form counts the boards of so many levels from this one on, such as those of an evaluation with
+`eval.first_level=2000` and `eval.groups=1024`, that occur in the demonstrations.
 """
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 import sys
 
@@ -45,7 +50,25 @@ def demonstrated_boards(model: str, tag: str, count: int) -> set[bytes]:
   return envs.levels()
 
 
+def count_demonstrated(first: int, count: int) -> None:
+  """Prints how many boards of `count` levels from `first` on were demonstrated to each model, by game."""
+  for model, module in MODELS.items():
+    config = module.get_config()
+    for tag, levels in zip(config.sft.tags, config.sft.levels, strict=True):
+      envs = EnvStateManager(build.env_specs(config, (tag,), (count,)), 1)
+      envs.reset(first)
+      boards = envs.levels()
+      shared = len(boards & demonstrated_boards(model, tag, levels))
+      print(f'{model}, {tag}: {shared} of the {len(boards)} boards of these {count} levels were demonstrated')
+
+
 def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--levels', type=int, nargs=2, metavar=('FIRST', 'COUNT'))
+  levels = parser.parse_args().levels
+  if levels:
+    count_demonstrated(*levels)
+    return
   config = sft_tiny.get_config()
   for model, module in MODELS.items():
     sft, held_out = module.get_config().sft, held_out_boards(model)
