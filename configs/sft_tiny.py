@@ -3,8 +3,8 @@
 python main.py --mode=sft --config=configs/sft_tiny.py
 
 2026-11-28, seed 0: 32 minutes on one core of an AMD EPYC that other work was using as well. Success on 256 held-out
-levels of each game, from seed 123, at temperature 0.5 and greedy: FrozenLake 0.306 and 0.270, Sokoban 0.650 and 0.699,
-Bandit 0.987 and 1.000.
+levels of each game (Sokoban's are 379 to 634) at temperature 0.5 and greedy: FrozenLake 0.306 and 0.270, Sokoban 0.650
+and 0.699, Bandit 0.987 and 1.000.
 """
 
 from configs import default

@@ -93,13 +93,9 @@ class FrozenLakeSolution:
   @functools.cached_property
   def success(self) -> np.ndarray:
     """f32[N], the highest probability of success within the budget."""
-    chances = self._chances[np.arange(len(self.player)), -1, -1, self.player]
+    chances, _ = self._backward(discount=1.0, hope=0.0, with_plans=False)  # f32[N, turns, actions, S], as `_plans`
+    chances = chances[np.arange(len(self.player)), -1, -1, self.player]
     return np.where(self.done, self.won, chances).astype(np.float32)
-
-  @functools.cached_property
-  def _chances(self) -> np.ndarray:
-    """f32[N, turns, actions, S], the highest probability of success; indexed as `_plans`."""
-    return self._backward(discount=1.0, hope=0.0, with_plans=False)[0]
 
   @functools.cached_property
   def _plans(self) -> np.ndarray:
