@@ -18,8 +18,7 @@ def get_config(model: str = ''):
     config.num_iterations = 40
     config.train.groups = 128
     config.train.group_size = 4
-    config.algorithm.lam = 0.95
-    # Its value head predicts what other play earns, so its targets should not contain its own values.
+    # Its value head predicts what other play earns, so its targets should not contain its own values, whatever lam is.
     config.algorithm.critic_lam = 1.0
     config.algorithm.entropy_coef = 0.003
     config.optimizer.actor_lr = 5e-4

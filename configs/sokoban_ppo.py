@@ -29,6 +29,7 @@ def get_config(model: str = ''):
   config.eval.group_size = 1
   if config.model.preset in BUILT_IN:
     config.optimizer.actor_lr = 3e-4
+    config.num_iterations = 100
     # Its tokenizer encodes the prompts of games that it was not made for byte by byte.
     config.agent.max_context = 1024
   return config
