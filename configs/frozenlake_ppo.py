@@ -2,9 +2,9 @@
 
 python main.py --config=configs/frozenlake_ppo.py
 
-2026-11-28, seeds 0, 1, 2 (benchmarks/learning_curves.py): success on 256 held-out levels from 0.306 to 0.448, 0.454,
-0.436 at temperature 0.5 and from 0.270 to 0.450, 0.462, 0.446 greedy, where 0.491 is the best possible, in 531, 301 and
-751 s on one core of an AMD EPYC that other work was using as well.
+2026-11-28, seeds 0, 1, 2 (benchmarks/learning_curves.py): success on 256 held-out levels from 0.306 to 0.426, 0.437,
+0.465 at temperature 0.5 and from 0.270 to 0.429, 0.436, 0.470 greedy, where 0.491 is the best possible, in 320, 376 and
+462 s on one core of an AMD EPYC that other work was using as well.
 """
 
 from configs import default

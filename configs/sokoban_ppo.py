@@ -2,9 +2,9 @@
 
 python main.py --config=configs/sokoban_ppo.py
 
-2026-11-28, seeds 0, 1, 2 (benchmarks/learning_curves.py): success on 640 levels of Sokoban (command in
-benchmarks/results/sokoban_ppo.json) from 0.613 to 0.756, 0.738, 0.745 at temperature 0.5, in 649, 526 and 646 s on one
-core of an AMD EPYC that other work was using as well.
+2026-11-28, seeds 0, 1, 2 (benchmarks/learning_curves.py): success on 512 levels of Sokoban (command in
+benchmarks/results/sokoban_ppo.json) from 0.602 to 0.842, 0.822, 0.828 at temperature 0.5 and from 0.680 to 0.857,
+0.834, 0.846 greedy, in 1,043, 1,017 and 1,012 s on one core of an AMD EPYC that other work was using as well.
 
 Other tags select other games (configs/environments.py defines them). Bounds on the length of the shortest solution set
 the difficulty. Levels can come from a file; the held-out levels must then come from another file, through another tag:
