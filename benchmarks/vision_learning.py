@@ -48,8 +48,8 @@ GAMES = {
 LABELS = {'images': 'tiny-vl, images', 'text': 'tiny, text'}
 PANELS = tuple(Panel(game, game, f'{game}: held-out success / best possible', every_iteration=False) for game in GAMES)
 FLAGS = (
-  '--config.eval.every=5', f'--config.eval.groups={LEVELS}', '--config.eval.tag_groups=()',
-  '--config.checkpoint.every=0', '--config.logging.episodes_every=0',
+  '--config.num_iterations=40', '--config.eval.every=5', f'--config.eval.groups={LEVELS}',
+  '--config.eval.tag_groups=()', '--config.checkpoint.every=0', '--config.logging.episodes_every=0',
 )  # fmt: skip
 QUICK = (
   '--config.num_iterations=2', '--config.train.groups=16', '--config.eval.groups=16', '--config.eval.every=1',
