@@ -78,7 +78,8 @@ def test_the_value_head_learns_what_the_demonstrations_earn(tmp_path):
   _, _, values = learning.score(policy.model, TokenRows(trajectory.tokens, columns, mask), scoring)
   assert best.std() > 0.1  # the goal is beside the player, or out of reach
   assert np.corrcoef(np.asarray(values)[mask], best)[0, 1] > 0.5
-  assert abs(np.asarray(values)[mask].mean() - earned.mean()) < 0.05 and best.mean() - earned.mean() > 0.15
+  assert best.mean() - earned.mean() > 0.15  # so that a head of optimal play fails the next line
+  assert abs(np.asarray(values)[mask].mean() - earned.mean()) < 0.05
   # A warm start that does not train the head hands it on.
   config.sft.update(from_scratch=False, value_coef=0.0, steps=1, output=str(tmp_path / 'again'))
   sft.train_sft(config, str(tmp_path / 'sft_again'))
