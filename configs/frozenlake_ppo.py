@@ -18,8 +18,8 @@ def get_config(model: str = ''):
     config.num_iterations = 40
     config.train.groups = 128
     config.train.group_size = 4
-    # The value head was trained on the returns of other play, so the critic's targets should not contain its own values,
-    # whatever lam is.
+    # The value head was trained on the returns of other play, so the critic's targets should not contain its own
+    # values, whatever lam is.
     config.algorithm.critic_lam = 1.0
     config.algorithm.entropy_coef = 0.003
     config.optimizer.actor_lr = 5e-4
