@@ -53,33 +53,37 @@ def test_a_warm_start_from_scratch_learns_the_format_and_can_be_loaded(tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_the_value_head_learns_what_the_demonstrations_earn(tmp_path):
+@pytest.mark.parametrize(('success_rate', 'noise'), [(1 / 3, 0.0), (1.0, 0.8)])
+def test_the_value_head_learns_what_the_demonstrations_earn(tmp_path, success_rate, noise):
   config = small_config(
     sft__tags=('FrozenLake',), sft__levels=(1024,), sft__steps=250, sft__batch_size=32, sft__learning_rate=5e-3,
     sft__from_scratch=True, sft__shape=(32, 2, 4, 2, 8, 64), sft__output=str(tmp_path / 'out'), sft__value_coef=5.0,
     envs__FrozenLake__size=2, envs__FrozenLake__max_turns=1, envs__FrozenLake__max_actions=1, eval__groups=8,
-    envs__FrozenLake__success_rate=1.0, length_step=64, sft__noise=0.8,
+    envs__FrozenLake__success_rate=success_rate, length_step=64, sft__noise=noise,
   )  # fmt: skip
   sft.train_sft(config, str(tmp_path / 'sft'))
   config.model.path = str(tmp_path / 'out')
   policy = build.load_policy(config)
   specs = build.env_specs(config, ('FrozenLake',), (256,))
   context, limits = build.context_manager(config, policy.tokenizer, specs), build.episode_limits(config, specs)
-  style = build.fill(DemonstrationStyle, config.sft, discount=0.97, noise=0.8, hurry=0.5)
+  style = build.fill(DemonstrationStyle, config.sft, discount=0.97, noise=noise or 0.5, hurry=0.5)
   demonstrator = Demonstrator(np.random.default_rng(9), style)
   proxy = AgentProxy(EnvStateManager(specs, 1), context, limits)
   rollout = proxy.rollout(demonstrator, 5000)
   trajectory = rollout.trajectory
   scoring = learning.scoring()
   columns, mask = sampled_columns(trajectory.loss_mask)
-  # The solver's only action earns what is possible, 1 or 0; most of the demonstrated actions are random.
+  # The solver's only action earns 1 with the best probability of success; with noise, most actions are random.
   best = np.repeat(proxy.envs.optimal(), mask.sum(axis=1))
   earned = np.repeat([sum(e.turns[0].rewards) for e in rollout.episodes], mask.sum(axis=1))
   _, _, values = learning.score(policy.model, TokenRows(trajectory.tokens, columns, mask), scoring)
-  assert best.std() > 0.1  # the goal is beside the player, or out of reach
-  assert np.corrcoef(np.asarray(values)[mask], best)[0, 1] > 0.5
-  assert best.mean() - earned.mean() > 0.15  # so that a head of optimal play fails the next line
-  assert abs(np.asarray(values)[mask].mean() - earned.mean()) < 0.05
+  assert best.std() > 0.1  # the goal is beside the player, where slips may miss it, or out of reach
+  values, correlation = np.asarray(values)[mask], np.corrcoef(np.asarray(values)[mask], best)[0, 1]
+  if noise:
+    assert correlation > 0.5 and best.mean() - earned.mean() > 0.15  # a head of optimal play fails the next line
+    assert abs(values.mean() - earned.mean()) < 0.05
+  else:
+    assert correlation > 0.7 and abs(values.mean() - best.mean()) < 0.1
   # A warm start that does not train the head hands it on.
   config.sft.update(from_scratch=False, value_coef=0.0, steps=1, output=str(tmp_path / 'again'))
   sft.train_sft(config, str(tmp_path / 'sft_again'))
