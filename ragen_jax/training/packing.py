@@ -242,7 +242,7 @@ def pack_batches(
     of_bin = shape[1:]
     if of_bin not in packed:
       packed[of_bin] = [_bins(f, own, of_bin) for f, own in zip(forests(of_bin[0]), sizes, strict=True)]
-    cost = _cost(shape, max(max(-(-len(own) // shape[0]) for own in packed[of_bin]), 1), settings.shards)
+    cost = _cost(shape, max([-(-len(own) // shape[0]) for own in packed[of_bin]] + [1]), settings.shards)
     if cost < lowest:
       best, lowest = shape, cost
   if by_itself is not None and lowest == limit:

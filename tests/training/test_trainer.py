@@ -20,8 +20,9 @@ from tests.support import learning
 from tests.support.configs import small_config
 
 
-def test_where_nothing_is_kept_nothing_is_learnt(policy, played):
-  trainer, state = learning.make_trainer(policy)
+@pytest.mark.parametrize('packing', [False, True])
+def test_where_nothing_is_kept_nothing_is_learnt(policy, played, packing):
+  trainer, state = learning.make_trainer(policy, optimizer__packing=packing)
   selection = trainer.select(played[0])
   nothing = dataclasses.replace(selection, keep=np.zeros_like(selection.keep), groups=0)
   before = jax.device_get(state.params)
@@ -30,6 +31,7 @@ def test_where_nothing_is_kept_nothing_is_learnt(policy, played):
   state, metrics = trainer.update(state, batch, nothing)
   assert metrics['train/num_mini_batches'] == 0 and state.iteration == 1
   assert not np.any(metrics['actor/ratio'].counts)
+  assert trainer.try_weights(state, batch, nothing) == {}
   jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
 
 

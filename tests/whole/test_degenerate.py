@@ -54,11 +54,12 @@ def _weights(workdir, config):
 
 
 @pytest.mark.slow
-def test_a_run_without_a_kept_group_learns_nothing_and_stops(tmp_path):
+@pytest.mark.parametrize('packing', [False, True])
+def test_a_run_without_a_kept_group_learns_nothing_and_stops(tmp_path, packing):
   config = small_config(
     _ONE | {'train.group_size': 2, 'eval.groups': 2, 'filter.include_zero': False, 'monitor.empty_patience': 2},
-    num_iterations=5,
-  )
+    num_iterations=5, optimizer__packing=packing,
+  )  # fmt: skip
   train.train_and_evaluate(config, str(tmp_path))
   lines = _lines(tmp_path)
   assert [line['rollout/consecutive_empty_after_filter_steps'] for line in lines] == [1, 2]
