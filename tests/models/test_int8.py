@@ -20,6 +20,7 @@ from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.int8 import Int8
 from ragen_jax.sampling.sampler import Sampler, changed_weights
 from tests.support.models import EXPERTS, HYBRID_EXPERTS, WINDOWS, random_model
+from tests.support.processes import copy_python
 
 VOCAB = 40
 TOKENS = jnp.arange(24).reshape(2, 12) * 7 % VOCAB
@@ -198,6 +199,37 @@ def test_kernels_become_8_bits_while_they_are_loaded(tmp_path, name):
     for a, b in zip(jax.tree.leaves(x.get_value()), jax.tree.leaves(expected), strict=True):
       assert a.dtype == b.dtype
       np.testing.assert_array_equal(a, b, err_msg=str(path))
+
+
+_ON_A_MESH = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from ragen_jax.agent.language_model import weight_shardings
+from ragen_jax.distributed.mesh import make_mesh
+from ragen_jax.models.checkpoint.config import read_config
+from ragen_jax.models.checkpoint.load import load_params
+
+where = sys.argv[1]
+cfg = read_config(where)
+one = nnx.to_flat_state(load_params(where, cfg, jnp.float32, in_int8=True))
+for mesh in ((4, 2, 1), (4, 1, 2), (2, 2, 2)):
+  layout = weight_shardings(cfg, make_mesh(*mesh), frozen=True)
+  many = nnx.to_flat_state(load_params(where, cfg, jnp.float32, in_int8=True, sharding_fn=layout.__getitem__))
+  divided = set()
+  for (path, x), (_, y) in zip(one, many, strict=True):
+    for a, b in zip(jax.tree.leaves(x.get_value()), jax.tree.leaves(y.get_value()), strict=True):
+      np.testing.assert_array_equal(a, b, err_msg=str(path))
+      divided |= {(a.dtype.name, a.ndim)} if not b.is_fully_replicated and 'experts' in path else set()
+  assert divided == {('int8', 3), ('float32', 3)}, divided  # scales, too
+"""
+
+
+@pytest.mark.parametrize('name', ['experts', pytest.param('hybrid', marks=pytest.mark.slow)])
+def test_kernels_that_a_mesh_divides_are_loaded_as_on_one_device(tmp_path, name):
+  policy = filled(*nnx.split(nnx.eval_shape(lambda: random_model(VOCAB, **SHAPES[name])))).policy
+  save_model(str(tmp_path / 'm'), policy, policy.cfg, 'float32')
+  copy_python(_ON_A_MESH, str(tmp_path / 'm'), devices=8, check=True)
 
 
 @pytest.mark.parametrize('name', ALL[:3])

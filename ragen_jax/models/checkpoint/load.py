@@ -125,7 +125,8 @@ def load_params(
             new = placed(weight, array, np.dtype(leaf.dtype), sharding)
           else:
             own = quantised(array, axes)
-            of_scale = scale_sharding(path, own.scale.shape, sharding)
+            whole = own.scale.shape if weight.expert is None else (weight.experts, *own.scale.shape)
+            of_scale = scale_sharding(path, whole, sharding)
             values = placed(weight, own.value, np.dtype(np.int8), sharding)
             scale = placed(weight, own.scale, np.dtype(np.float32), of_scale, 'scale')
             new = None if values is None else Int8(values, scale)
