@@ -72,7 +72,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 def _train(config: ConfigDict, workdir: str | StagedWorkdir) -> None:
   """Loads the model, opens the server of agent programs if there are any, and trains."""
   plays = build_agents.plays_agents(config)
-  interrupt = Interrupt('iteration or evaluation' + ', or at once while agent programs play' * plays)
+  step = 'iteration' if config.train.online_k == 1 else 'last iteration of this rollout'
+  interrupt = Interrupt(f'{step} or evaluation' + ', or at once while agent programs play' * plays)
   on_cpu = jax.default_backend() == 'cpu'
   if on_cpu:
     check_host_memory(config)

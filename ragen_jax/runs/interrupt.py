@@ -56,8 +56,18 @@ class Interrupt:
 
   def __init__(self, noun: str = 'iteration or evaluation'):
     self._noun = noun
+    self._learnt = True
     self.requested = 0  # number of the received signal; 0 for none
     self._old = {}
+
+  @contextlib.contextmanager
+  def before_learning(self) -> Iterator[None]:
+    """Context manager of what comes before the first iteration: a signal says that there is nothing to save."""
+    self._learnt = False
+    try:
+      yield
+    finally:
+      self._learnt = True
 
   def check(self) -> None:
     """Raises `Stopped` if a signal was received. Code that waits calls this while it waits."""
@@ -81,6 +91,7 @@ class Interrupt:
     # The default handler kills at once; a Python handler would wait until a compilation ends.
     signal.signal(number, signal.SIG_DFL)
     again = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
-    message = f'\nstopping after this {self._noun}; what has been learnt is saved; {again} again stops at once\n'
+    saved = 'what has been learnt is saved' if self._learnt else 'nothing has been learnt yet'
+    message = f'\nstopping after this {self._noun}; {saved}; {again} again stops at once\n'
     with contextlib.suppress(OSError):
       os.write(2, message.encode())  # a signal handler must not write to sys.stderr's buffer

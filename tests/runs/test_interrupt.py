@@ -32,6 +32,20 @@ def test_the_first_signal_asks_and_the_second_kills(number, status, capfd):
   assert 'stopping after this iteration or evaluation; what has been learnt is saved; ' in capfd.readouterr().err
 
 
+def test_before_the_first_iteration_a_signal_says_that_nothing_has_been_learnt(capfd):
+  before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  try:
+    with Interrupt('evaluation') as interrupt:
+      with interrupt.before_learning():
+        os.kill(os.getpid(), signal.SIGTERM)
+      os.kill(os.getpid(), signal.SIGINT)
+  finally:
+    signal.signal(signal.SIGTERM, before)
+  first, second = capfd.readouterr().err.strip().split('\n\n')
+  assert 'nothing has been learnt yet; SIGTERM again stops at once' in first and 'is saved' not in first
+  assert 'what has been learnt is saved; Ctrl-C again' in second
+
+
 def test_without_a_signal_the_handlers_are_put_back():
   handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
   with Interrupt() as interrupt:
