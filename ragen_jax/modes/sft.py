@@ -25,6 +25,7 @@ from ragen_jax.config.command_line import load_config
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.evaluation.evaluator import Evaluator
+from ragen_jax.models import identity
 from ragen_jax.models.checkpoint.export import check_output, write_policy
 from ragen_jax.models.checkpoint.load import has_value_head
 from ragen_jax.models.checkpoint.save import check_target
@@ -203,6 +204,7 @@ def _learn(
   )  # fmt: skip
   beginnings = first_turns(data) if sft.short_steps else data
   trainer = make_trainer(config, policy)
+  unsaved = trainer.state.unsaved()
   with Checkpointer(workdir, keep=config.checkpoint.keep) as checkpointer:
     checksum = data.checksum_for(sft.value_coef)
     done, told = _restore(trainer, checkpointer, checksum, workdir, sft.steps)
@@ -259,7 +261,8 @@ def _learn(
         if (save or stop) and not bad:
           writer.flush()
           told = {'watch': watch.state_dict(), 'log': log.state_dict()}
-          checkpointer.save(step, trainer.state.saved(), {'data': checksum, 'told': told})
+          meta = {'data': checksum, 'told': told, 'unsaved': unsaved}
+          checkpointer.save(step, trainer.state.saved(), meta)
         if stop and not last:
           raise Stopped(stop)
       # After the last checkpoint, so that the same command writes an output that failed without training again.
@@ -301,6 +304,7 @@ def _restore(
       raise UserError(
         f'--workdir={workdir}: the training data has changed since the checkpoint; choose another --workdir'
       )
+    identity.check_unsaved(meta, trainer.state.unsaved(), f'--workdir={workdir}')
     trainer.state = trainer.state.with_saved(arrays, iteration=done)
     told = meta.get('told')
     _log.info('resuming %s after step %d' if done < steps else '%s is finished: %d steps', workdir, done)

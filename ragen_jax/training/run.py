@@ -96,9 +96,11 @@ def open_run(
     UserError: the checkpoints belong to a warm start, to another config or to another model, or the processes see
       different checkpoints.
   """
-  first = processes.is_first()
+  first, unsaved = processes.is_first(), state.unsaved()
   with Checkpointer(workdir, keep=settings.keep, save_best=BEST) as checkpointer:
-    state, stopped, unevaluated = restore(checkpointer, workdir, settings.config, state, replay, monitor, curriculum)
+    state, stopped, unevaluated = restore(
+      checkpointer, workdir, settings.config, state, replay, monitor, curriculum, unsaved
+    )
     done = state.iteration
     _log.info(greeting(workdir, model, done, settings.num_iterations, stopped, unevaluated=bool(unevaluated)))
     start_step = done + 1 if done else 0
@@ -111,7 +113,8 @@ def open_run(
     ):
       writer.hparams(settings.hparams, list(settings.compared))
       log = RunLog(settings.log, writer, episodes, progress)
-      yield Run(settings, checkpointer, log, interrupt, replay, monitor, curriculum, stopped, unevaluated), state
+      run = Run(settings, checkpointer, log, interrupt, replay, monitor, curriculum, stopped, unevaluated, unsaved)
+      yield run, state
 
 
 def _ends_all(error: Stopped | UserError) -> bool:
@@ -151,8 +154,12 @@ class Run:
     curriculum: Curriculum | None,
     stopped: str,
     unevaluated: Verdict | None,
+    unsaved: Mapping[str, str],
   ):
-    """Takes open parts; `stopped` is the reason why the run was stopped earlier, '' if it was not stopped."""
+    """Takes open parts.
+
+    `stopped` is the reason why the run was stopped earlier, '' if it was not stopped; `unsaved` is that of the state.
+    """
     self._settings = settings
     self._checkpointer = checkpointer
     self._log = log
@@ -161,6 +168,7 @@ class Run:
     self._monitor = monitor
     self._curriculum = curriculum
     self._stopped = stopped
+    self._unsaved = dict(unsaved)
     self._try_weights: Callable[[], Mapping[str, NotFinite]] | None = None  # of the state that the run goes on from
     self._discarded = True  # whether the last rollout is of weights that are no more, or of a bad iteration
     self.unevaluated = unevaluated
@@ -170,7 +178,7 @@ class Run:
     """Makes the evaluation before training, or one that was cut off; returns the state to continue from."""
     if state.iteration == 0:
       _log.info('evaluating before training; most of the first minute is compilation')
-      with self.timer('testing'):
+      with self.timer('testing'), self._interrupt.before_learning():
         evaluation = evaluator(state.params, 0)
       self.log_first_evaluation(evaluation)
     if self.unevaluated is not None:
@@ -332,8 +340,11 @@ class Run:
       self._log.metrics.scalars(step, watched)
       verdict = hopeless if hopeless.action == 'stop' else verdict
     interrupted = self._interrupted()
-    # Checkpoints do not contain the rollout, so a run cannot resume between two iterations of one rollout.
-    save_now = verdict.action == 'stop' or (interrupted and step % self._settings.online_k == 0)
+    # Checkpoints do not contain the rollout, so a run cannot resume between two iterations of one rollout: a signal
+    # waits for the last of them.
+    if step % self._settings.online_k and not self._discarded:
+      interrupted = 0
+    save_now = verdict.action == 'stop' or bool(interrupted)
     due = self._due(state, self._settings.checkpoint_every)
     save = due or save_now
     if not due and verdict.action != 'stop':
@@ -421,7 +432,7 @@ class Run:
       kept: dict[str, Any] = {'replay': replay}
       monitor = self._monitor.state_dict() | {'lr_scale': state.lr_scale}
       meta = {'iteration': state.iteration, 'monitor': monitor, 'stopped': self._stopped, 'replay': described}
-      meta['config'] = dict(self._settings.config)
+      meta['config'], meta['unsaved'] = dict(self._settings.config), self._unsaved
       if self._curriculum is not None:
         kept['curriculum'], meta['curriculum'] = self._curriculum.state()
       if unevaluated is not None:

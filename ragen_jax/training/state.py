@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from ragen_jax.models import lora
+from ragen_jax.models import identity, lora
 
 
 @struct.dataclass
@@ -49,6 +49,10 @@ class TrainState:
   def saved(self) -> dict[str, Any]:
     """Name in a checkpoint -> array, for all arrays of a checkpoint."""
     return {'params': self.trained, 'opt_state': self.opt_state}
+
+  def unsaved(self) -> dict[str, str]:
+    """Digests of the weights that checkpoints do not contain, see `identity.digest_of`."""
+    return {'frozen': identity.digest_of(self.frozen), 'reference': identity.digest_of(self.reference)}
 
   def with_saved(self, arrays: dict[str, Any], **fields: Any) -> TrainState:
     """This state with the arrays of a checkpoint and other replaced `fields`."""

@@ -46,7 +46,8 @@ from tests.support.datasets import make, write_lines
 def _state(value=0.0, **fields):
   """A state of two numbers."""
   trained = nnx.State({'policy': {'kernel': jnp.full(2, value, jnp.float32)}})
-  return TrainState(trained, nnx.State({}), {'mu': jnp.full(2, 10 * value, jnp.float32)}, **fields)
+  fields = {'frozen': nnx.State({})} | fields
+  return TrainState(trained, opt_state={'mu': jnp.full(2, 10 * value, jnp.float32)}, **fields)
 
 
 def _rollout():
@@ -369,15 +370,27 @@ def test_a_model_whose_numbers_are_not_finite_is_refused_before_training(tmp_pat
   assert read_metrics(tmp_path)[0]['step'] == 0
 
 
-@pytest.mark.parametrize(('step', 'saved'), [(2, [2]), (3, [])])
-def test_a_signal_saves_where_a_rollout_is_over_and_ends_the_run(tmp_path, request, step, saved):
+@pytest.mark.parametrize('first', [2, 3])
+def test_a_signal_ends_the_run_and_saves_where_a_rollout_is_over(tmp_path, request, first):
   before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
   request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
   with pytest.raises(Stopped) as stopped, _open(tmp_path, train__online_k=2, checkpoint__every=0) as (run, _):
     os.kill(os.getpid(), signal.SIGTERM)
-    _finish(run, _state(iteration=step))
-  assert stopped.value.status == 143
-  assert (_steps(tmp_path) if saved else list(tmp_path.glob('checkpoints/*'))) == saved
+    for step in range(first, 6):
+      assert step == first or step == first + 1 == 4
+      _finish(run, _state(step, iteration=step))
+  assert stopped.value.status == 143 and _steps(tmp_path) == [first + first % 2]
+  with _open(tmp_path, train__online_k=2, checkpoint__every=0) as (_, state):
+    np.testing.assert_array_equal(state.trained['policy']['kernel'], [first + first % 2] * 2)
+
+
+def test_a_signal_after_a_bad_iteration_within_a_rollout_ends_the_run_at_once(tmp_path, request):
+  before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
+  with pytest.raises(Stopped), _open(tmp_path, train__online_k=2, checkpoint__every=0) as (run, _):
+    os.kill(os.getpid(), signal.SIGTERM)
+    _finish(run, _state(3, iteration=3), verdict=Verdict('bad', 'x'))
+  assert not list(tmp_path.glob('checkpoints/*'))
 
 
 @pytest.mark.parametrize(
@@ -464,6 +477,22 @@ def test_a_checkpoint_of_another_config_is_refused_with_the_difference(tmp_path)
     pass
   with _open(tmp_path / 'three', num_iterations=9, logging__episodes=1, checkpoint__every=3) as (_, state):
     assert state.iteration == 1  # fields that may change
+
+
+@pytest.mark.parametrize('part', ['frozen', 'reference'])
+def test_a_run_does_not_go_on_with_other_weights_than_its_own_where_checkpoints_have_none(tmp_path, part):
+  def state(value, dtype=jnp.float32):
+    return _state(**{part: nnx.State({'policy': {'kernel': jnp.full(2, value, dtype)}})})
+
+  with _open(tmp_path, state(0.5), checkpoint__every=1) as (run, now):
+    _finish(run, now.replace(iteration=1))
+  message = f'^--workdir={tmp_path}: the {part} weights of the model .* are not those that it was trained with, .*'
+  with pytest.raises(UserError, match=message) as e, _open(tmp_path, state(0.25)):
+    pass
+  assert '\n' not in str(e.value)
+  for same in (state(0.5), state(0.25, jnp.bfloat16)):  # those of another type cannot be compared
+    with _open(tmp_path, same) as (_, restored):
+      assert restored.iteration == 1
 
 
 def test_a_checkpoint_whose_evaluation_is_bad_is_not_recommended(tmp_path):

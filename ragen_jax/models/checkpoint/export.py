@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ragen_jax.distributed.sharding import place
-from ragen_jax.models import lora
+from ragen_jax.models import identity, lora
 from ragen_jax.models.checkpoint import peft
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.value_head import ActorCritic
@@ -67,11 +67,13 @@ def restore_params(checkpointer: Checkpointer, model: ActorCritic, mesh: Mesh, s
   """Restores the weights of a checkpoint onto a mesh: all weights, trained and frozen.
 
   Frozen weights (with LoRA, and of vision towers) are those of `model`. Its trained weights are deleted first, because
-  both copies together may not fit into memory.
+  both copies together may not fit into memory. Raises UserError if the frozen weights are not those of the run.
   """
   params = nnx.split(model)[1]
   params = place(params, lora.shardings(params, mesh))
   trained, frozen = lora.partition(params)
+  where = f'checkpoint of step {step} in {checkpointer.directory}'
+  identity.check_unsaved(checkpointer.meta(step), {'frozen': identity.digest_of(frozen)}, where)
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained)
   jax.tree.map(lambda x: x.delete(), trained)
   return lora.join(checkpointer.restore({'params': like}, step=step, partial=True)[0]['params'], frozen)
