@@ -155,8 +155,8 @@ class TargetEstimator:
     metrics |= mean_max_min('critic/rewards', np.asarray(reward.of_tokens, np.float64).sum(axis=1)[selection.keep])
     metrics |= mean_max_min('critic/advantages', batch.advantages[tokens.sampled])
     if self._settings.needs_critic:
-      metrics |= mean_max_min('critic/returns', batch.returns[tokens.sampled])
-      metrics |= mean_max_min('critic/values', batch.old_values[tokens.sampled])
+      metrics |= mean_max_min('critic/returns', batch.returns[batch.valued])
+      metrics |= mean_max_min('critic/values', batch.old_values[batch.valued])
       metrics['critic/vf_explained_var'] = float(_explained_variance(batch.old_values, batch.returns, batch.valued))
     return batch, metrics
 

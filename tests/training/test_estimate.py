@@ -217,10 +217,14 @@ def test_the_critic_learns_where_the_estimator_has_returns(policy, played):
   """Turn-wise GAE has one return a turn, at its end: elsewhere the critic would learn that all states are worth 0."""
   rollout, _ = played
   trainer, state = learning.make_trainer(policy, algorithm__adv_estimator='turn_wise_gae')
-  batch, _ = trainer.estimate(state, trainer.select(rollout))
+  batch, metrics = trainer.estimate(state, trainer.select(rollout))
   following = np.pad(batch.turn[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
   np.testing.assert_array_equal(batch.valued, batch.mask & (batch.turn != following))
   assert batch.valued.sum() < batch.trained.sum() == rollout.trajectory.loss_mask.sum()
+  for name, x in (('returns', batch.returns), ('values', batch.old_values)):
+    x = np.asarray(x)[np.asarray(batch.valued)]
+    found = [metrics[f'critic/{name}/{kind}'] for kind in ('mean', 'max', 'min')]
+    np.testing.assert_allclose(found, [x.mean(), x.max(), x.min()], rtol=1e-5)
 
 
 def test_discounts_and_masks_of_the_config_reach_their_places(policy, played):
