@@ -6,6 +6,7 @@ python main.py --config=configs/frozenlake_ppo.py
 from __future__ import annotations
 
 import gc
+import io
 import signal
 import sys
 import threading
@@ -46,6 +47,8 @@ def _warm_start(config: ConfigDict, workdirs: Sequence[str]) -> None:
 def _play(config: ConfigDict, workdirs: Sequence[str]) -> None:
   from ragen_jax.modes.play import play
 
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    sys.stdin.reconfigure(errors='replace')  # whatever is typed that is no text is an unknown action
   play(config, sys.stdin, sys.stdout, level=_LEVEL.value)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import pathlib
 import tempfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +24,9 @@ from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.runs.trackers import without_secrets
 from ragen_jax.utils.errors import UserError, describe_error
 from ragen_jax.utils.files import replace_file
-from ragen_jax.viewer.store import read_episodes
+from ragen_jax.viewer.store import EpisodeFile, read_episodes
+
+_log = logging.getLogger(__name__)
 
 _MAX_CURVE = 30  # lines of the card's table of evaluations
 _PICTURES = ('picture', 'final_picture', 'images')
@@ -57,7 +61,7 @@ def push_episodes(config: ConfigDict, workdir: str | os.PathLike[str]) -> str:
       path = pathlib.Path(directory) / f'{split}.jsonl.gz'
       with gzip.open(path, 'wt', encoding='utf-8') as file:
         for part in read_episodes(workdir):
-          for record in part.records() if part.path.name.startswith(split) else ():
+          for record in _records(part) if part.path.name.startswith(split) else ():
             file.write(json.dumps(_without_pictures(record), ensure_ascii=False) + '\n')
             counts[split] += 1
       if not counts[split]:
@@ -68,6 +72,15 @@ def push_episodes(config: ConfigDict, workdir: str | os.PathLike[str]) -> str:
     (pathlib.Path(directory) / 'README.md').write_text(card, encoding='utf-8')
     message = f'Episodes of {pathlib.Path(workdir).name}'
     return _upload(config, 'export.push_episodes', directory, 'dataset', message)
+
+
+def _records(part: EpisodeFile) -> list[dict[str, Any]]:
+  """The records of a file; none, with a warning, if it is damaged behind its beginning."""
+  try:
+    return part.records()
+  except (OSError, EOFError, zlib.error, ValueError) as e:
+    _log.warning('%s is left out: %s', part.path, ' '.join(str(e).split()) or type(e).__name__)
+    return []
 
 
 def model_card(config: ConfigDict, workdir: str | os.PathLike[str], step: int, *, figure: bool) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 
 import numpy as np
 import pytest
@@ -152,6 +153,19 @@ def test_a_hub_that_refuses_is_told_in_one_line(run, tmp_path):
   assert token not in told and not stand_in.repositories
   told = _push(stand_in, tmp_path, config, workdir)  # nothing answers
   assert told.startswith("refused: export.push_episodes='me/played': was not uploaded (")
+
+
+def test_a_damaged_file_of_episodes_is_left_out_of_the_data_set(run, monkeypatch, caplog):
+  config, workdir, _ = run
+  (damaged,) = (workdir / 'episodes').glob('train*')
+  content = bytearray(damaged.read_bytes())
+  content[-6] ^= 1  # of the checksum of what stands behind the summaries
+  damaged.write_bytes(content)
+  uploaded = []
+  monkeypatch.setattr(hub, '_upload', lambda c, field, directory, *_: uploaded.append(os.listdir(directory)))
+  hub.push_episodes(config, workdir)
+  assert sorted(*uploaded) == ['README.md', 'eval.jsonl.gz']
+  assert [m for m in caplog.messages if str(damaged) in m and 'is left out' in m]
 
 
 def test_a_run_without_episodes_has_no_data_set(run):

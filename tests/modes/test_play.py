@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pathlib
 import re
+import subprocess
+import sys
 import types
 
 import jax
@@ -24,7 +26,8 @@ from ragen_jax.modes import play as play_mode
 from ragen_jax.modes.play import Person, play
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
-from tests.support.processes import copy_main
+from tests.support.paths import ROOT
+from tests.support.processes import copy_main, environment
 from tests.support.speakers import limits, scripted_tokens
 
 TAGS = ('FrozenLake', 'SimpleSokoban', 'Bandit')
@@ -395,6 +398,15 @@ def test_the_flag_names_a_level(tmp_path):
   (tmp_path / 'mine.txt').write_text(LEVEL)
   played = copy_main('--mode=play', '--config=frozenlake_ppo', f'--level={tmp_path / "mine.txt"}', given='quit\n')
   assert played.returncode == 0 and LEVEL in played.stdout, played.stderr
+
+
+def test_what_is_no_text_is_an_unknown_action():
+  done = subprocess.run(
+    [sys.executable, 'main.py', '--mode=play', '--config=bandit_ppo'], input=b'Dra\xffgon\nquit\n', capture_output=True,
+    cwd=ROOT, env=environment(PYTHONIOENCODING='utf-8:strict'), timeout=120,
+  )  # fmt: skip
+  assert done.returncode == 0 and b'Traceback' not in done.stderr, done.stderr
+  assert 'Dra\ufffdgon' in done.stdout.decode()
 
 
 def test_tasks_of_programs_are_refused_before_their_package_is_read(monkeypatch):
