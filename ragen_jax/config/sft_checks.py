@@ -56,7 +56,8 @@ def check_sft(config: ConfigDict) -> None:
 def _check_ranges(config: ConfigDict) -> None:
   """Checks numbers that have their own bounds, and the rows of a micro-batch."""
   sft = config.sft
-  rules.at_least(config, 1, 'sft.group_size', 'sft.steps', 'sft.batch_size')
+  rules.at_least(config, 1, 'sft.group_size', 'sft.batch_size')
+  rules.at_least(config, 2, 'sft.steps')  # the first has a learning rate of 0
   rules.at_least(
     config, 0, 'sft.actions_per_turn', 'sft.learning_rate', 'sft.value_coef', 'sft.eval_every',
     'sft.checkpoint_every', 'sft.short_steps',
@@ -102,6 +103,12 @@ def _check_weights(config: ConfigDict) -> None:
   rules.check(config, 'lora.rank', not (sft.from_scratch and rank), 'fresh weights must all be trained')
   rules.check(config, 'export.lora', rank > 0 or config.export.lora == 'merged', "'adapter' needs lora.rank above 0")
   rules.check(config, 'sft.shape', len(sft.shape) == 6 and min(sft.shape) > 0, 'must be six positive numbers')
+  if sft.from_scratch:
+    (*_, heads, shared, width, _) = sft.shape
+    rules.check(
+      config, 'sft.shape', heads % shared == 0, f'the {heads} heads must be a multiple of the {shared} of keys'
+    )
+    rules.check(config, 'sft.shape', width % 2 == 0, f'the width of a head must be even, and is {width}')
   rules.at_least(config, 0, 'sft.linear_layers')
   if sft.linear_layers:
     _check_linear(config)
@@ -139,6 +146,8 @@ def _check_tower(config: ConfigDict) -> None:
 def _check_demonstrations(config: ConfigDict) -> None:
   """Checks the demonstrated levels, which are used if no conversations are given."""
   sft = config.sft
+  if sft.data and not sft.from_scratch:
+    return
   same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0
   rules.check(config, 'sft.levels', same, f'must be one positive number for each of sft.tags={tuple(sft.tags)}')
   specs = build.env_specs(config, tuple(sft.tags), tuple(sft.levels), field='sft.tags')

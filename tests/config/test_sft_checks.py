@@ -32,6 +32,14 @@ _FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision'
     ({'export.lora': 'adapter'}, r"^export\.lora='adapter': 'adapter' needs lora\.rank above 0$"),
     ({'sft.shape': (64, 2, 4, 2, 16)}, r'^sft\.shape=\(64, 2, 4, 2, 16\): must be six positive numbers$'),
     ({'sft.shape': (64, 2, 4, 0, 16, 192)}, r'^sft\.shape=\(64, 2, 4, 0, 16, 192\): must be six positive numbers$'),
+    (
+      {'sft.from_scratch': True, 'sft.shape': (64, 2, 4, 3, 16, 192)},
+      r'^sft\.shape=\(64, .*: the 4 heads must be a multiple of the 3 of keys$',
+    ),
+    (
+      {'sft.from_scratch': True, 'sft.shape': (64, 2, 4, 2, 15, 192)},
+      r'^sft\.shape=\(64, .*: the width of a head must be even, and is 15$',
+    ),
     # The linear attention of fresh weights.
     ({'sft.linear_layers': -1}, r'^sft\.linear_layers=-1: must be at least 0$'),
     ({'sft.linear_layers': 1}, r'^sft\.linear_layers=1: must be 0 unless sft\.from_scratch, and with sft\.tower$'),
@@ -137,7 +145,8 @@ def test_what_cannot_be_learnt_from_is_refused_in_one_line(fields, message):
 @pytest.mark.parametrize(
   ('least', 'names'),
   [
-    (1, ('group_size', 'steps', 'batch_size')),
+    (1, ('group_size', 'batch_size')),
+    (2, ('steps',)),
     (0, ('actions_per_turn', 'learning_rate', 'value_coef', 'eval_every', 'checkpoint_every', 'short_steps')),
   ],
 )
@@ -166,6 +175,7 @@ def test_probabilities_and_the_discount_are_fractions(name):
     {'sft.levels': (20,), 'sft.group_size': 3, 'sft.batch_size': 57},
     {'sft.tags': ('FrozenLake', 'Bandit'), 'sft.levels': (64, 8)},
     {'sft.data': 'x', 'sft.levels': (1,), 'eval.first_level': 1_000_000_000},  # levels have no effect
+    {'sft.data': 'x', 'sft.tags': ('FrozenLake', 'Bandit'), 'sft.levels': (1,)},
   ],
 )
 def test_what_stands_beside_a_refused_config_is_allowed(fields):

@@ -85,7 +85,7 @@ def test_the_value_head_learns_what_the_demonstrations_earn(tmp_path, success_ra
   else:
     assert correlation > 0.7 and abs(values.mean() - best.mean()) < 0.1
   # A warm start that does not train the head hands it on.
-  config.sft.update(from_scratch=False, value_coef=0.0, steps=1, output=str(tmp_path / 'again'))
+  config.sft.update(from_scratch=False, value_coef=0.0, steps=2, output=str(tmp_path / 'again'))
   sft.train_sft(config, str(tmp_path / 'sft_again'))
   for name in ('out', 'again'):
     config.model.path = str(tmp_path / name)

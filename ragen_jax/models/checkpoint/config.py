@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ragen_jax.models.checkpoint import experts_config, linear_config, rope_config, vision_config, window_config
-from ragen_jax.models.checkpoint.fields import integer, unsupported
+from ragen_jax.models.checkpoint.fields import integer, number, unsupported
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError
 
@@ -179,7 +179,7 @@ def _read_trunk(raw: dict[str, Any], family: str, where: str) -> QwenConfig:
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
-    rms_norm_eps=float(raw.get('rms_norm_eps', 1e-6)),
+    rms_norm_eps=number(raw, 'rms_norm_eps', 1e-6, where),
     tie_word_embeddings=bool(raw.get('tie_word_embeddings', architecture == 'gemma3')),
     **fields,
     **mixture,

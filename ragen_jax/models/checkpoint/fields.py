@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ragen_jax.utils.errors import UserError
@@ -22,3 +23,15 @@ def integer(raw: dict[str, Any], field: str, where: str) -> int:
   if isinstance(value, bool) or not isinstance(value, int) or value < 1:
     raise UserError(f'{where}: {field}={value!r} must be a positive integer')
   return value
+
+
+def number(raw: dict[str, Any], field: str, default: float, where: str) -> float:
+  """A positive number; `default` if the field is missing.
+
+  Raises:
+    UserError: the field is something else.
+  """
+  value = raw.get(field, default)
+  if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    raise UserError(f'{where}: {field}={value!r} must be a positive number')
+  return float(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ragen_jax.models.checkpoint.fields import number
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.models.rotary import LinearScaling, Llama3Scaling
 from ragen_jax.utils.errors import UserError
@@ -23,9 +24,11 @@ def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Lla
   """
   field = 'rope_scaling' if raw.get('rope_scaling') else 'rope_parameters'
   rope = raw.get(field) or {}
+  if not isinstance(rope, dict):
+    raise UserError(f'{where}: {field}={rope!r} must be an object')
   kind = rope.get('rope_type', rope.get('type', 'default'))
   known, scaling = _SCALED.get(architecture, (None, None))
-  scaled = kind == known
+  scaled = known is not None and kind == known
   # Older files of models that read images have another name for unscaled rotary embeddings of several axes.
   if kind != 'default' and not scaled and not (kind == 'mrope' and 'mrope_section' in rope):
     allowed = f"only 'default' (unscaled) and {known!r} are" if known else "only 'default' (unscaled) is"
@@ -35,10 +38,9 @@ def read(raw: dict[str, Any], architecture: str, where: str) -> tuple[float, Lla
   for owner, value in ((f'{field}.', rope.get('partial_rotary_factor')), ('', raw.get('partial_rotary_factor'))):
     if value not in (None, 1) and architecture != 'qwen3_5':  # see `linear_config`
       raise UserError(f'{where}: {owner}partial_rotary_factor={value!r} is not supported; only 1.0 is')
-  theta = rope.get('rope_theta')
-  if theta is None:
-    theta = raw.get('rope_theta')
-  return 10000.0 if theta is None else float(theta), _scaling(rope, scaling, f'{where}: {field}') if scaled else None
+  given = next(({'rope_theta': x['rope_theta']} for x in (rope, raw) if x.get('rope_theta') is not None), {})
+  theta = number(given, 'rope_theta', 10000.0, where)
+  return theta, _scaling(rope, scaling, f'{where}: {field}') if scaled else None
 
 
 def _scaling(rope: dict[str, Any], kind: type, where: str) -> Llama3Scaling | LinearScaling:
