@@ -273,6 +273,11 @@ def _check_checkpoint(directory: str, what: str) -> None:
     problem = 'does not exist'
   elif not os.path.isdir(directory):
     problem = 'is not a directory'
+  elif os.path.isdir(os.path.join(directory, 'checkpoints')):
+    problem = (
+      f'is the workdir of a run and no model; --mode=export with the flags of the run and --workdir={directory} '
+      "writes its model, and a warm start's is in sft.output"
+    )
   elif not os.path.isfile(os.path.join(directory, CONFIG_FILE)):
     problem = f'has no {CONFIG_FILE}, so it is no Hugging Face checkpoint'
   elif not any(name.endswith('.safetensors') and name != VALUE_HEAD_FILE for name in os.listdir(directory)):

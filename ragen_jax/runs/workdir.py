@@ -125,7 +125,8 @@ def compare_config(
 
   Raises UserError if `workdir` has no recorded config, or a field that is not free differs.
   """
-  _check_same(f'workdir {workdir}', changed_fields(workdir, config)[1], free_fields, {})
+  changed = changed_fields(workdir, config)[1]
+  _check_same(f'workdir {workdir}', changed, free_fields, {}, remedy='give the flags of the run')
 
 
 def check_recorded(
@@ -166,17 +167,16 @@ def _check_same(
   changed: Mapping[str, tuple[str, str]],
   free_fields: Set[str],
   reasons: Mapping[str, str],
+  remedy: str = 'choose another --workdir or set these fields back',
 ) -> None:
-  """Raises UserError if a field changed that may not change."""
+  """Raises UserError if a field changed that may not change; `remedy` ends the message."""
   refused = [
     f'{name} was {was} and is {now}' + (f' ({reasons[name]})' if name in reasons else '')
     for name, (was, now) in changed.items()
     if name not in free_fields
   ]
   if refused:
-    raise UserError(
-      f'{where} belongs to another config: {"; ".join(refused)}; choose another --workdir or set these fields back'
-    )
+    raise UserError(f'{where} belongs to another config: {"; ".join(refused)}; {remedy}')
 
 
 def _differences(path: pathlib.Path, old_text: str, new_text: str) -> dict[str, tuple[str, str]]:

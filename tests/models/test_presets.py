@@ -31,6 +31,9 @@ def test_paths_that_are_no_checkpoint(tmp_path, checkpoint):
   assert 'is not a directory' in message(pathlib.Path(checkpoint) / 'config.json')
   (tmp_path / 'empty').mkdir()
   assert 'has no config.json' in message(tmp_path / 'empty')
+  (tmp_path / 'run' / 'checkpoints').mkdir(parents=True)
+  (tmp_path / 'run' / 'config.json').write_text('{}')
+  assert 'is the workdir of a run' in message(tmp_path / 'run')
   os.rename(os.path.join(checkpoint, 'model.safetensors'), os.path.join(checkpoint, 'value_head.safetensors'))
   assert 'has no *.safetensors' in message(checkpoint)
 

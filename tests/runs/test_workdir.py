@@ -147,7 +147,7 @@ def test_comparing_writes_nothing(tmp_path):
   run, changed = changed_fields(tmp_path, other)
   assert run['seed'] == 0 and changed == {'seed': ('0', '1'), 'new': ('absent', 'null')}
   compare_config(tmp_path, other, {'seed', 'new'})
-  with pytest.raises(UserError, match='belongs to another config: seed was 0 and is 1; choose'):
+  with pytest.raises(UserError, match='belongs to another config: seed was 0 and is 1; give the flags'):
     compare_config(tmp_path, other, {'new'})
   assert (tmp_path / 'config.json').read_bytes() == before
 

@@ -303,7 +303,7 @@ class _Reader:
       return f'all {self._settings.word}s have more than max_question_chars={most} characters'
     share = f'split={self._settings.split!r} with test_share={self._settings.test_share:g}'
     left = self.rows - self.long - self.unread
-    return f'{share} has none of the {left:,} items; allowed: a part with items, such as by another test_share'
+    return f'{share} has none of the {left:,} items; allowed: more items, or another test_share or split'
 
   def report(self, count: int, seconds: float) -> None:
     """Logs what was read and left out."""
