@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 CLAIM_S = 1.0  # how long one claim waits; `RunnerPool.stop` waits for it
 # Each abandoned thread gives its place back, until there are so many of them for each place.
 ABANDONED_PER_PLACE = 8
+_KINDS = 1000  # kinds of failures that are counted, see `_tell`
 # What a queue may raise. Everything else is a mistake of the program and ends the thread.
 _QUEUE_ERRORS = (UserError, RequestError, ServerError)
 
@@ -112,6 +114,7 @@ class RunnerPool:
     self._abandoned: list[threading.Thread] = []
     self._counts = dict.fromkeys(AttemptState, 0)
     self._error = self._fault = ''
+    self._ends: collections.Counter[tuple[AttemptState, str]] = collections.Counter()
     self._threads = [
       threading.Thread(target=self._work, args=(work, name), daemon=True, name=f'ragen_jax-pool-{name}')
       for work, name in ((self._claim, 'claim'), (self._beat, 'heartbeat'))
@@ -235,7 +238,18 @@ class RunnerPool:
           self._abandoned.append(outcome.abandoned)
         self._changed.notify_all()
     if outcome.state != AttemptState.SUCCEEDED:
-      _log.warning('attempt %s %s: %s', task.attempt_id, outcome.state, outcome.error)
+      self._tell(task, outcome)
+
+  def _tell(self, task: Task, outcome: Outcome) -> None:
+    """Logs how an attempt failed; of those that failed in the same way the first, tenth, hundredth, and so on."""
+    with self._changed:
+      if len(self._ends) >= _KINDS:
+        self._ends.clear()
+      self._ends[outcome.state, outcome.error] += 1
+      count = self._ends[outcome.state, outcome.error]
+    if count == 10 ** (len(str(count)) - 1):
+      so_far = f' (so did {count - 1} before it)' if count > 1 else ''
+      _log.warning('attempt %s %s%s: %s', task.attempt_id, outcome.state, so_far, outcome.error)
 
   def _report(self, task: Task, outcome: Outcome) -> None:
     if outcome.state == AttemptState.CANCELLED:

@@ -337,6 +337,18 @@ def test_a_pool_outlives_the_errors_of_its_queue(lifecycle, caplog):
   assert 'the end of a.1 cannot be reported: UserError: the disk is full again' in messages
 
 
+def test_failures_of_one_kind_are_told_at_the_first_the_tenth_and_the_hundredth(lifecycle, caplog):
+  def agent(task):
+    raise ValueError('other' if task.rollout_id == 'r5' else 'no such file')
+
+  _create(lifecycle, *(f'r{i}' for i in range(12)))
+  with _pool(lifecycle, agent) as pool:
+    _wait(lifecycle, lambda: pool.progress().failed == 12)
+  told = [record.getMessage() for record in caplog.records if record.getMessage().startswith('attempt ')]
+  assert len(told) == 3 and sum('other' in line for line in told) == 1
+  assert sum('(so did 9 before it): ' in line and 'no such file' in line for line in told) == 1
+
+
 def test_abandoned_threads_give_their_places_back(lifecycle):
   go_on = threading.Event()
   _create(lifecycle, *(f'r{i}' for i in range(5)), timeout_s=0.05)
