@@ -85,8 +85,10 @@ def train_on(
     max_words: the reply length that the prompt requests.
 
   Raises:
-    UserError: a class cannot be imported by its name; the config stores the name only.
+    UserError: there is no environment, or a class cannot be imported by its name; the config stores the name only.
   """
+  if not environments:
+    raise UserError('environments={}: name at least one environment')
   budget = budget or Budget()
   sections = {}
   for tag, env in environments.items():

@@ -141,6 +141,8 @@ def test_a_class_that_cannot_be_imported_is_refused():
   before = config.to_dict()
   with pytest.raises(ragen_jax.UserError, match=r"environments\['Mine'\]: .*Local.* cannot be imported"):
     api.train_on(config, {'Mine': Local()})
+  with pytest.raises(ragen_jax.UserError, match=r'^environments=\{\}: name at least one environment$'):
+    api.train_on(config, {})
   assert config.to_dict() == before
 
 
