@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import types
 
 import pytest
 
 from configs import sft_tiny, sft_tiny_vl
 from ragen_jax import build
+from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.config.command_line import load_config
 from ragen_jax.models import presets
 from tests.support.benchmarks import benchmark
@@ -46,6 +48,24 @@ def test_demonstrations_skip_the_boards_that_their_config_names(model, shared_bo
   for skipped in (('frozenlake_vision_ppo',), ()):
     config.sft.skip_held_out_of = skipped
     assert bool(evaluated & shared_boards.demonstrated_boards(model, 'FrozenLake', 2000)) == (not skipped)
+
+
+def test_boards_of_other_levels_that_were_demonstrated_are_counted(shared_boards, monkeypatch, capsys):
+  config = sft_tiny.get_config()
+  first, config.sft.tags, config.sft.levels = config.sft.first_level, ('Bandit', 'FrozenLake'), (8, 40)
+  config.sft.skip_held_out_of = ()
+  monkeypatch.setattr(shared_boards, 'MODELS', {'small': types.SimpleNamespace(get_config=lambda: config)})
+  shared_boards.count_demonstrated(first + 30, 25)  # ten of them are demonstrated
+  envs = EnvStateManager(build.env_specs(config, ('FrozenLake',), (25,)), 1)
+  envs.reset(first + 30)
+  boards = envs.levels()
+  new = len(boards) - len(boards & shared_boards.demonstrated_boards('small', 'FrozenLake', 40))
+  assert 25 > len(boards) - new >= 9 and new >= 9
+  bandit, lake = capsys.readouterr().out.splitlines()
+  assert bandit == 'small, Bandit: 2 of the 2 boards of these 25 levels were demonstrated'
+  assert (
+    lake == f'small, FrozenLake: {len(boards) - new} of the {len(boards)} boards of these 25 levels were demonstrated'
+  )
 
 
 def test_every_shipped_config_that_evaluates_on_a_demonstrated_game_is_skipped():
