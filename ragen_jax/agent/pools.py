@@ -224,9 +224,9 @@ class JaxPool(Pool):
     return self.spec.env.scenes(jax.tree.map(lambda x: np.asarray(x)[rows], self.states))
 
   def levels(self) -> list[bytes | None]:
-    leaves = [np.asarray(x)[:: self.group_size] for x in jax.tree.leaves(self.fresh_states)]
+    own = jax.tree.map(lambda x: np.asarray(x)[:: self.group_size], self.fresh_states)
     name = self.spec.env.name.encode()
-    return [b'|'.join([name, *(x[i].tobytes() for x in leaves)]) for i in range(self.rows // self.group_size)]
+    return [b'|'.join([name, level]) for level in self.spec.env.identities(own)]
 
   def legal_actions(self) -> list[list[str]]:
     env = self.spec.env

@@ -163,6 +163,10 @@ class Bandit(base.Environment):
     state = state.replace(done=on_offer, success=high, pulled=pulled, points=points)
     return state, base.StepOutput(reward=points, effective=on_offer)
 
+  def identities(self, states: State) -> list[bytes]:
+    """The names, since the number of a pair stands for other names in other tags."""
+    return [text.encode() for text in self.render(states)]
+
   def rules(self) -> str:
     return (
       'You can pull one of two arms, once. One arm has low risk and the other high risk; their names hint at which is '

@@ -208,6 +208,10 @@ class Countdown(base.Environment):
     leaves = (states.numbers, states.target, states.answer, states.points)
     return [self._text(*row) for row in zip(*(np.asarray(leaf).tolist() for leaf in leaves), strict=True)]
 
+  def identities(self, states: State) -> list[bytes]:
+    """The text, since the arrays of equal levels have other lengths in a tag with another `max_numbers`."""
+    return [text.encode() for text in self.render(states)]
+
   def _text(self, given: list[int], target: int, answer: list[int], points: float) -> str:
     text = f'Numbers: {", ".join(str(v) for v in given if v)}\nTarget: {target}'
     tokens = unpadded(answer)

@@ -14,8 +14,9 @@ from ragen_jax import envs as registry
 from ragen_jax.agent.env_manager import EnvStateManager, first_training_level
 from ragen_jax.agent.episode import Episode, Status
 from ragen_jax.agent.metrics import episode_metrics
-from ragen_jax.envs.bandit import Bandit
+from ragen_jax.envs.bandit import RAGEN2_TEST, RAGEN2_TRAIN, Bandit
 from ragen_jax.envs.base import Budget
+from ragen_jax.envs.countdown import Countdown
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.viewer.tensorboard import transcript
@@ -154,6 +155,32 @@ def test_held_out_boards_are_drawn_again_for_whole_groups_and_only_they():
   seed = int(careful.level_seeds[np.flatnonzero(known)[0]])
   alone = EnvStateManager([dataclasses.replace(spec, num_groups=1)], 1)
   assert alone.reset(seed)[0] == other[np.flatnonzero(known)[0]]
+
+
+def _few(max_numbers: int) -> Countdown:
+  return Countdown(min_numbers=2, max_numbers=max_numbers, largest_number=4, largest_target=20)
+
+
+@pytest.mark.parametrize(
+  ('evaluated', 'trained'),
+  [
+    (Bandit(arms=RAGEN2_TEST), Bandit(arms=RAGEN2_TRAIN)),  # pair 3 of one tag is not pair 3 of the other
+    (_few(max_numbers=2), _few(max_numbers=3)),  # the arrays of equal boards have other lengths
+  ],
+  ids=['bandit', 'countdown'],
+)
+def test_equal_levels_of_other_tags_are_those_that_look_equal(evaluated, trained):
+  budget = Budget(1, 1, 1)
+  tests = EnvStateManager([EnvSpec('Test', evaluated, budget, 50, 64)], 1)
+  held_out, boards = frozenset(tests.levels_from(0)), set(tests.reset(0))
+  plain, careful = (
+    EnvStateManager([EnvSpec('Train', trained, budget, 50, 256)], 1, held_out=x) for x in ((), held_out)
+  )
+  before, after = plain.reset(5000), careful.reset(5000)
+  overlap = np.asarray([board in boards for board in before])
+  assert not any(board in boards for board in after)
+  assert [a != b for a, b in zip(before, after, strict=True)] == overlap.tolist()
+  assert overlap.any() == isinstance(trained, Countdown)
 
 
 def test_a_game_of_few_levels_keeps_them_and_says_so(caplog):

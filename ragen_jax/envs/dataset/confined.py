@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import pathlib
+import re
 import selectors
 import subprocess
 import time
@@ -74,7 +75,7 @@ class Confined:
   def __init__(self, process: subprocess.Popen, status_pipe: int, limits: Limits):
     self._process, self._status_pipe, self._limits = process, status_pipe, limits
     self._start = time.monotonic()
-    self._verdict = ''
+    self._verdict, self._told = '', b''
     self._out, self._err, self._unsent = bytearray(), bytearray(), bytearray()
     self._read = 0
     self._exited = False
@@ -92,6 +93,7 @@ class Confined:
   def __exit__(self, *_: object) -> None:
     self._kill('ok')
     self._process.wait()
+    self._reap()
     self._selector.close()
     os.close(self._pidfd)
     os.close(self._status_pipe)
@@ -141,7 +143,8 @@ class Confined:
     """
     self._pump(lambda: False, self._start + self._limits.wall_s)
     status = self._process.wait()
-    if not self._verdict and b'exit-code' not in _drain(self._status_pipe):
+    self._told += _drain(self._status_pipe)
+    if not self._verdict and b'exit-code' not in self._told:
       message = one_line(bytes(self._err[-500:]).decode(errors='replace'), str)
       raise SandboxError(f'the program could not be started ({message or f"status {status}"})')
     status = status if status >= 0 else 128 - status
@@ -163,6 +166,15 @@ class Confined:
       if self._read > self._limits.output_bytes:
         self._kill('output')
         return
+
+  def _reap(self) -> None:
+    """In the first process of a container, whose child the sandbox's then is: takes its status; no zombie stays."""
+    if os.getpid() != 1:
+      return
+    self._told += _drain(self._status_pipe)
+    if found := re.search(rb'"child-pid": *(\d+)', self._told):
+      with contextlib.suppress(ChildProcessError):
+        os.waitpid(int(found[1]), 0)
 
   def _has_ended(self) -> bool:
     return self._exited and not any(

@@ -43,6 +43,8 @@ _OPENING, _CLOSING = ' \'"\u2018\u201c([{', '\'"\u2019\u201d)]}'
 # Words that change a number, compute with it, or deny it.
 _CHANGING = re.compile(
   r'(?<![^\W\d_])(minus|negative|plus|times|over|divided|multiplied|subtracted|dozens?|hal(f|ves|ved)|thirds?|quarters?|'
+  r'fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|millionths?|(square|cube)\s+of|'
+  r'repeating|recurring|'
   r'twice|thrice|doubled?|tripled?|quadrupled?|squared|cubed|root|sqrt|(opposite|inverse|reciprocal)\s+of|'
   r'hundreds?|thousands?|grand(?!\s+total)|millions?|billions?|trillions?|[bmt]n|[bt]ln|mio|mrd|mil|mill|mln|lakhs?|crores?|'
   r'pi|log|ln|exp|sin|cos|tan|factorial|infinity|mod|or|nor|not|no|none|nothing|neither|never|cannot|cant|wont|'

@@ -44,7 +44,7 @@ FAILURES = ('wrong', 'timeout', 'memory', 'output', 'crash', 'forged', 'no_verdi
 # After these the remaining tests are not run: each would take as long.
 _COSTLY = ('timeout', 'memory', 'output')
 _PYTHON = ('', 'python', 'python3', 'py', 'py3')
-_FENCE = re.compile(r'\s*(`{3,}|~{3,})\s*([^\s`]*)[^`]*')
+_FENCE = re.compile(r'(\s*)(`{3,}|~{3,})\s*([^\s`]*)[^`]*')
 # docs/programs.md describes them.
 _OPTIONS: Mapping[str, Any] = {
   'score': 'all',
@@ -67,16 +67,17 @@ def find_program(answer: str) -> str:
   A block that is not closed ends with the answer. Blocks in other languages are skipped if there is any in Python.
   """
   blocks: list[tuple[str, list[str]]] = []
-  fence = ''
+  fence, indent = '', 0
   for line in answer.splitlines():
     match = _FENCE.fullmatch(line)
-    if fence and match and match[1].startswith(fence) and not match[2]:
+    if fence and match and match[2].startswith(fence) and not match[3]:
       fence = ''
     elif fence:
-      blocks[-1][1].append(line)
+      # As in Markdown: lines lose what the fence is indented by, as far as they have it.
+      blocks[-1][1].append(line[min(indent, len(line) - len(line.lstrip())) :])
     elif match:
-      fence = match[1]
-      blocks.append((match[2].lower(), []))
+      indent, fence = len(match[1]), match[2]
+      blocks.append((match[3].lower(), []))
   chosen = [lines for language, lines in blocks if language in _PYTHON] or [lines for _, lines in blocks]
   program = '\n'.join(chosen[-1]) if chosen else answer
   return f'{program}\n' if program.strip() else ''

@@ -3,7 +3,11 @@
 import gzip
 import importlib.util
 import json
+import os
 import pathlib
+import shutil
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -16,6 +20,8 @@ from ragen_jax.envs.dataset.programs import FAILURES, ProgramVerifier, find_prog
 from ragen_jax.envs.dataset.sandbox import Sandbox
 from ragen_jax.envs.dataset.verifiers import Verdict, VerifierSettings, make_verifier
 from ragen_jax.utils.threads import Fault
+from tests.support.paths import ROOT
+from tests.support.processes import environment
 
 QUICK = {'cpu_s': 1, 'wall_s': 20.0, 'memory_mib': 256, 'output_mib': 1, 'processes': 4}
 # Only a program that knows it can return it.
@@ -62,7 +68,8 @@ def grade(program: str, of, **options) -> Verdict:
     ('````python\nprint("```")\nx = """\n```\n"""\n````', 'print("```")\nx = """\n```\n"""\n'),
     ('~~~\nprint(1)\n~~~', 'print(1)\n'),
     ('text\n```python\nprint(1)', 'print(1)\n'),
-    ('  ```python\n  print(1)\n  ```', '  print(1)\n'),
+    ('  ```python\n  print(1)\n  ```', 'print(1)\n'),
+    ('1. So:\n\n   ```python\n   if a:\n     b()\n\n c()\n   ```', 'if a:\n  b()\n\nc()\n'),
     ('', ''),
     (' \n ', ''),
     ('```python\n```', ''),
@@ -508,3 +515,24 @@ def test_reference_solutions_of_humaneval_pass_and_others_fail(sandbox, human_ev
   # Each fails the tests of another.
   others = [items[-1], *items[:-1]]
   assert {v.score for v in verifier(cpu_s=6).score(solutions[few], others[few])} == {0.0}
+
+
+_FIRST = """
+import glob, os
+from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.verifiers import VerifierSettings, make_verifier
+assert os.getpid() == 1
+code = make_verifier('code', VerifierSettings({}, 30.0, 1, '', {}))
+tests = code.read_gold([{'input': '1 2\\n', 'output': '3\\n'}, {'input': '5 6\\n', 'output': '11\\n'}], {})
+program = 'a, b = map(int, input().split())\\nprint(a + b)'
+print([x.verdict for x in code.score([program, 'while True: print(1)'], [Item('q', tests)] * 2)])
+print(sum(open(x).read().rpartition(')')[2].split()[0] == 'Z' for x in glob.glob('/proc/[0-9]*/stat')))
+"""
+
+
+@pytest.mark.skipif(shutil.which('unshare') is None or os.getuid() != 0, reason='needs root and unshare of util-linux')
+def test_no_zombie_is_left_in_a_container_whose_first_process_grades():
+  command = ['unshare', '--pid', '--fork', '--mount-proc', sys.executable, '-c', _FIRST]
+  done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines() == ["['right', 'output']", '0']
