@@ -36,7 +36,7 @@ from ragen_jax.runs.interrupt import Interrupt
 from ragen_jax.runs.profile import Profile
 from ragen_jax.runs.staging import StagedWorkdir
 from ragen_jax.runs.summary import summarize
-from ragen_jax.runs.workdir import need_disk, open_workdir, record_config
+from ragen_jax.runs.workdir import need_disk, open_workdir, record_config, set_store_aside
 from ragen_jax.training import memory
 from ragen_jax.training.run import Iteration, open_run
 from ragen_jax.training.trainer import Trainer
@@ -156,5 +156,7 @@ def _claim(config: ConfigDict, workdir: str) -> Iterator[str | StagedWorkdir]:
         need_disk(workdir, 'the store of agent programs (tags of the type agent) is a database, which needs a disk')
       place = stack.enter_context(open_workdir(workdir, write=True))
       if processes.is_first():
-        record_config(place, config.to_dict(), *config_fields.free_in_training(config.to_dict()))
+        anew = record_config(place, config.to_dict(), *config_fields.free_in_training(config.to_dict()))
+        if anew and build_agents.plays_agents(config):
+          set_store_aside(place)
     yield place

@@ -187,8 +187,15 @@ class ChatTokenizer:
     start, placeholder, end = self._image_ids
     return (start, *(placeholder,) * columns, end)
 
+  @property
+  def _has_bytes(self) -> bool:
+    """Whether characters without a token are written as tokens of their bytes."""
+    return getattr(self._backend.model, 'byte_fallback', False)
+
   def decode(self, ids) -> str:
-    """The text of ids, including special tokens."""
+    """The text of ids, including special tokens. Bytes that are no character become U+FFFD, and no others."""
+    if self._has_bytes:  # the backend would replace all bytes beside a part of a character
+      return b''.join(self.token_bytes(int(i)) for i in ids).decode('utf-8', 'replace')
     return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
   def token_bytes(self, id_: int) -> bytes:
@@ -196,7 +203,7 @@ class ChatTokenizer:
     token = self._backend.id_to_token(id_)
     if token is None or token in self.added:
       return (token or '').encode()
-    if getattr(self._backend.model, 'byte_fallback', False):  # text, or the number of a byte
+    if self._has_bytes:  # text, or the number of a byte
       byte = re.fullmatch('<0x([0-9A-F]{2})>', token)
       return bytes.fromhex(byte[1]) if byte else token.replace('\u2581', ' ').encode()
     byte_of = _byte_of_characters()
@@ -215,6 +222,8 @@ class ChatTokenizer:
 
   def decode_batch(self, rows: list[list[int]]) -> list[str]:
     """`decode` for many rows."""
+    if self._has_bytes:
+      return [self.decode(row) for row in rows]
     return self._backend.decode_batch(rows, skip_special_tokens=False)
 
   def check_tools(self, what: str) -> None:

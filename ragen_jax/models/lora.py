@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -127,6 +127,11 @@ def merged(kernel: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np
 def has_adapters(params: nnx.State) -> bool:
   """Whether the weights of an `ActorCritic` include adapters."""
   return any(path[-1] in _LEAVES for path, _ in nnx.to_flat_state(params))
+
+
+def is_adapter(path: Sequence[Any]) -> bool:
+  """Whether a weight is part of an adapter, by the keys on the way to it in a tree of weights."""
+  return any(getattr(key, 'key', getattr(key, 'name', key)) in _LEAVES for key in path)
 
 
 def partition(params: nnx.State) -> tuple[nnx.State, nnx.State]:

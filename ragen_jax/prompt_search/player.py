@@ -16,7 +16,7 @@ from ragen_jax.prompt_search.tasks import Task
 from ragen_jax.prompt_search.wording import Failure
 from ragen_jax.serving.agent_server import AgentServer
 from ragen_jax.serving.engine import keys
-from ragen_jax.serving.play.agent_player import AgentPlayer, AgentSettings
+from ragen_jax.serving.play.agent_player import AgentPlayer, AgentSettings, created
 from ragen_jax.serving.play.episodes import FinishedAttempt, TaskAttempts, build_rollout
 from ragen_jax.serving.rollouts.records import NewRollout, RolloutRecord, metadata_with_prompt
 
@@ -70,7 +70,7 @@ class PromptPlayer(AgentPlayer):
         metadata=metadata_with_prompt({'tag': task.tag}, prompt),
         key=keys.task_key(self._seed, task.number, member),
       )  # fmt: skip
-      records.append(self.server.lifecycle.create(new))
+      records.append(created(self.server.lifecycle, new))
     return records
 
   def _read(self, task: Task, records: Sequence[RolloutRecord]) -> list[Attempt]:

@@ -28,6 +28,10 @@ from ragen_jax.utils.locks import file_lock
 
 _log = logging.getLogger(__name__)
 
+# The database of what agent programs play, and the files that SQLite keeps beside it while it is open.
+STORE = 'agents.sqlite'
+_OF_SQLITE = ('-wal', '-shm', '')
+
 
 @contextlib.contextmanager
 def open_workdir(workdir: str, *, write: bool) -> Iterator[str | StagedWorkdir]:
@@ -74,7 +78,7 @@ def record_config(
   config: Mapping[str, Any],
   free_fields: Set[str] = frozenset(),
   reasons: Mapping[str, str] | None = None,
-) -> None:
+) -> bool:
   """Writes the config to `<workdir>/config.json`. If there is a checkpoint, first compares it with the recorded config.
 
   Fields in `free_fields` may change between starts; config.json then contains their new values. Before the first
@@ -86,10 +90,13 @@ def record_config(
     free_fields: dotted names of the fields that may differ, such as {'num_iterations'}.
     reasons: dotted name of a field -> the reason why it may not differ, for the error message.
 
+  Returns:
+    Whether there was a run with other values of fields that are not free, which has no checkpoint.
+
   Raises:
     UserError: a field that is not free differs, the record cannot be read, or the directory is not writable.
   """
-  path = pathlib.Path(workdir) / 'config.json'
+  path, anew = pathlib.Path(workdir) / 'config.json', False
   text = json.dumps(config, indent=2) + '\n'
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,13 +109,18 @@ def record_config(
   if has_checkpoint and old_text is not None:
     _check_same(f'workdir {workdir}', _differences(path, old_text, text), free_fields, reasons or {})
   elif old_text is not None and old_text != text:
-    _tell_new_config(workdir, path, old_text, text)
+    anew = not _tell_new_config(workdir, path, old_text, text) <= free_fields
   if text != old_text:
     replace_file(path, text, many_writers=True)
+  return anew
 
 
-def _tell_new_config(workdir: str | os.PathLike[str], path: pathlib.Path, old_text: str, text: str) -> None:
-  """Warns that a run begins anew where one with another config ended before its first checkpoint."""
+def _tell_new_config(workdir: str | os.PathLike[str], path: pathlib.Path, old_text: str, text: str) -> Set[str]:
+  """Warns that a run begins anew where one with another config ended before its first checkpoint.
+
+  Returns the fields that differ; '' stands for a config that cannot be read.
+  """
+  found: Mapping[str, tuple[str, str]] = {'': ('', '')}
   try:
     found = _differences(path, old_text, text)
     changed = '; '.join(f'{name} was {was} and is {now}' for name, (was, now) in found.items())
@@ -116,6 +128,7 @@ def _tell_new_config(workdir: str | os.PathLike[str], path: pathlib.Path, old_te
     changed = f'{path} was not a config that this program wrote'
   if changed:
     _log.warning('workdir %s has no checkpoint, so its run begins anew, with another config: %s', workdir, changed)
+  return found.keys()
 
 
 def compare_config(
@@ -194,3 +207,23 @@ def _differences(path: pathlib.Path, old_text: str, new_text: str) -> dict[str, 
 def _as_text(config: dict[str, Any]) -> dict[str, str]:
   """The values of a flat config as JSON text, so that NaN equals NaN and True differs from 1."""
   return {name: json.dumps(value) for name, value in config.items()}
+
+
+def set_store_aside(workdir: str | os.PathLike[str]) -> None:
+  """Renames the store of agent programs, whose attempts belong to another config, to agents.sqlite.old.
+
+  An earlier one of this name is replaced. Raises UserError if it cannot be renamed.
+  """
+  store = pathlib.Path(workdir) / STORE
+  if not store.exists():
+    return
+  old = store.with_name(f'{STORE}.old')
+  try:
+    for suffix in _OF_SQLITE:
+      old.with_name(old.name + suffix).unlink(missing_ok=True)
+    for suffix in _OF_SQLITE:
+      with contextlib.suppress(FileNotFoundError):
+        store.with_name(store.name + suffix).replace(old.with_name(old.name + suffix))
+  except OSError as e:
+    raise UserError(f'{store} cannot be renamed to {old.name}: {e.strerror or e}') from e
+  _log.warning('%s is renamed to %s, because its attempts were played with another config', store, old.name)

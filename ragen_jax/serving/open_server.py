@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ragen_jax.agent.language_model import LanguageModel
+from ragen_jax.runs.workdir import STORE
 from ragen_jax.sampling.sampler import Sampler
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, LOOPBACK, AgentServer
 from ragen_jax.serving.conversation.chat_format import QwenFormat
@@ -56,7 +57,7 @@ def open_server(
     raise UserError(f'serve.host={settings.host!r}: calls without a key are allowed on 127.0.0.1 only')
   pathlib.Path(directory).mkdir(parents=True, exist_ok=True)
   with contextlib.ExitStack() as stack:
-    store = stack.enter_context(Store(os.path.join(directory, 'agents.sqlite')))
+    store = stack.enter_context(Store(os.path.join(directory, STORE)))
     lifecycle = Lifecycle(store, time.time)
     lifecycle.recover([LOCAL_WORKER])
 

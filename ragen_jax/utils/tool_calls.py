@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 import re
 from typing import Any
 
@@ -39,10 +40,17 @@ def _refuse_constant(name: str) -> float:
   raise ValueError(f'{name} is no number of JSON')
 
 
+def _finite(text: str) -> float:
+  number = float(text)
+  if math.isinf(number):
+    raise ValueError(f'{text[:20]} is larger than any float')
+  return number
+
+
 _SURROGATE = re.compile('[\ud800-\udfff]')
 
-# NaN and Infinity, which Python writes and reads, are errors.
-JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+# NaN, Infinity and numbers that become infinity, which Python reads, are errors.
+JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def parse_json(text: str) -> Any:

@@ -10,7 +10,7 @@ from flax import traverse_util
 
 from configs import default
 from ragen_jax.runs.config_fields import BEFORE, flatten, free_in_training
-from ragen_jax.runs.workdir import changed_fields, compare_config, record_config, workdir_lock
+from ragen_jax.runs.workdir import changed_fields, compare_config, record_config, set_store_aside, workdir_lock
 from ragen_jax.utils.errors import UserError
 
 
@@ -158,3 +158,20 @@ def test_a_record_that_is_no_config_is_refused(tmp_path, text):
   with pytest.raises(UserError, match=r'config.json is not a config that this program wrote') as error:
     compare_config(tmp_path, {'seed': 0})
   assert '\n' not in str(error.value)
+
+
+def test_the_store_of_another_config_is_set_aside(tmp_path, caplog):
+  free = frozenset({'port'})
+  assert not record_config(tmp_path, {'seed': 0, 'port': 1}, free)
+  for name in ('agents.sqlite', 'agents.sqlite-wal', 'agents.sqlite.old-shm'):
+    (tmp_path / name).write_text(name)
+  assert not record_config(tmp_path, {'seed': 0, 'port': 1}, free)
+  assert not record_config(tmp_path, {'seed': 0, 'port': 2}, free)  # the attempts are still those of the config
+  assert record_config(tmp_path, {'seed': 1, 'port': 2}, free)
+  set_store_aside(tmp_path)
+  set_store_aside(tmp_path)
+  found = {path.name: path.read_text() for path in tmp_path.glob('agents*')}
+  assert found == {'agents.sqlite.old': 'agents.sqlite', 'agents.sqlite.old-wal': 'agents.sqlite-wal'}
+  assert [m for m in caplog.messages if 'is renamed to agents.sqlite.old' in m]
+  (tmp_path / 'config.json').write_text('{')
+  assert record_config(tmp_path, {'seed': 1, 'port': 2}, free)

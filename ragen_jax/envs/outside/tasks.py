@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 from typing import Any, ClassVar
 
 from ragen_jax.envs.options import check_text
 from ragen_jax.envs.outside.base import Session, TextEnvironment
+from ragen_jax.utils.tool_calls import parse_json
 
 # Larger files are read by the agents themselves.
 _LARGEST_FILE = 1 << 30
@@ -55,8 +55,8 @@ class AgentTasks(TextEnvironment):
       if not line.strip():
         continue
       try:
-        found.append(json.loads(line))
-      except (ValueError, RecursionError) as e:
+        found.append(parse_json(line))
+      except ValueError as e:
         raise ValueError(f'tasks={self.tasks!r}: line {number} is no JSON ({e})') from e
     if not found:
       raise ValueError(f'tasks={self.tasks!r}: has no line with a task')

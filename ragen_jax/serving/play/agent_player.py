@@ -21,14 +21,17 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.episode import Status
 from ragen_jax.agent.rollout import Rollout
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.models import lora
 from ragen_jax.runs.interrupt import Interrupt
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.agent_server import ADMIN_KEY, LOCAL_WORKER, AgentServer
 from ragen_jax.serving.client import Task
 from ragen_jax.serving.engine.keys import split_key
+from ragen_jax.serving.errors import Conflict, NotFound
 from ragen_jax.serving.play.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
 from ragen_jax.serving.play.pool import LocalQueue, RunnerPool, RunnerStall
 from ragen_jax.serving.play.runners import FunctionRunner, ProgramRunner, Runner, load_function
+from ragen_jax.serving.rollouts.lifecycle import Lifecycle
 from ragen_jax.serving.rollouts.records import OVER, AttemptLimits, NewRollout, RolloutRecord, metadata_with_prompt
 from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.types import AttemptState, RolloutState
@@ -181,7 +184,7 @@ class AgentPlayer:
             mode=self._settings.mode, limits=self._settings.limits,
             metadata=metadata_with_prompt({'tag': spec.tag, 'iteration': version}, prompt), key=next(words),
           )  # fmt: skip
-          own.append(self.server.lifecycle.create(new))
+          own.append(created(self.server.lifecycle, new))
         tasks.append((spec, seed, own))
         group += 1
     return tasks
@@ -267,7 +270,9 @@ def _why_nothing(groups: Sequence[TaskAttempts]) -> str:
 
 def _digest(params: Any, sampling: Sampling) -> str:
   """A few letters that tell weights apart, so that a rollout of other weights is never taken for one of these."""
-  small = [x for x in jax.tree.leaves(params) if x.ndim < 2]
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  # Adapters are matrices, and with LoRA nothing else of the policy changes.
+  small = [x for path, x in leaves if x.ndim < 2 or lora.is_adapter(path)]
   digest = hashlib.sha256(repr(sampling).encode())
   for x in jax.device_get(small):
     digest.update(np.ascontiguousarray(x).tobytes())
@@ -277,6 +282,19 @@ def _digest(params: Any, sampling: Sampling) -> str:
 def _mark(prompt: str) -> str:
   """A few letters that tell prompts apart, so that a rollout of another prompt is never taken; '' for none."""
   return f'-{hashlib.sha256(prompt.encode()).hexdigest()[:10]}' if prompt else ''
+
+
+def created(lifecycle: Lifecycle, new: NewRollout) -> RolloutRecord:
+  """A rollout; one of this id with other values, such as an input that was mended since, is played anew."""
+  try:
+    return lifecycle.create(new)
+  except Conflict:
+    try:
+      lifecycle.replace([new.rollout_id], ())
+      lifecycle.store.discard([new.rollout_id], time.time())
+      return lifecycle.create(new)
+    except (Conflict, NotFound) as e:
+      raise UserError(f'{e}; choose another --workdir') from e
 
 
 @contextlib.contextmanager
@@ -303,9 +321,14 @@ def make_runner(field: str, name: str, secrets: Collection[str]) -> Runner:
   """The runner that `AgentTasks.runner` names: a function 'package.module:function', or a command.
 
   A command gets no environment variable of `_SECRETS` and `secrets`. UserError, which names the config field `field`,
-  if the function cannot be imported.
+  if the function cannot be imported, or the command cannot be read.
   """
-  words = shlex.split(name)
+  try:
+    words = shlex.split(name)
+  except ValueError as e:
+    raise UserError(f'{field}={name!r}: is no command ({e})') from e
+  if not words:
+    raise UserError(f'{field}={name!r}: is no command')
   if len(words) == 1 and ':' in name:
     return function_runner(load_function(field, name))
   words = [sys.executable if words[0] == 'python' else words[0], *words[1:]]

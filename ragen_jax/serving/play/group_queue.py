@@ -24,7 +24,7 @@ from ragen_jax.serving.errors import NotFound
 from ragen_jax.serving.rollouts.lifecycle import Lifecycle
 from ragen_jax.serving.rollouts.records import OVER, AttemptLimits, NewRollout, RolloutRecord, metadata_with_prompt
 from ragen_jax.serving.rollouts.tables import Tables
-from ragen_jax.serving.types import Finish, RolloutState
+from ragen_jax.serving.types import AttemptState, Finish, RolloutState
 from ragen_jax.utils.errors import UserError
 
 # Groups with other names are not of a queue.
@@ -189,8 +189,10 @@ class GroupQueue:
   def _oldest_version(self, group: _Group) -> int | None:
     """The oldest version of the group's tokens that may be trained; None if there are none."""
     with self._store.read() as tables:
-      attempts = [tables.rollout(rollout_id).attempt_id for rollout_id in group.rollouts]
-      calls = [call for attempt in attempts if attempt for call in tables.calls(attempt)]
+      latest = [tables.rollout(rollout_id).attempt_id for rollout_id in group.rollouts]
+      states = (AttemptState.RUNNING, AttemptState.SUCCEEDED)
+      attempts = [attempt for attempt in latest if attempt and tables.attempt(attempt).state in states]
+      calls = [call for attempt in attempts for call in tables.calls(attempt)]
     versions = [
       int(call.generated.versions.min())
       for call in calls

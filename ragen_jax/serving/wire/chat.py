@@ -97,7 +97,7 @@ def answer(context: AnswerContext, choices: Sequence[Choice]) -> dict[str, Any]:
     'created': head.created,
     'model': head.model,
     'choices': [_choice(context, choice) for choice in choices],
-    'usage': usage(choices),
+    'usage': usage(choices, spec.n),
     **ids,
     **versions(choices),
   }

@@ -102,16 +102,16 @@ def finite(logprob: float) -> float:
   return float(logprob) if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-  """The usage of chat completions and completions. Each prompt counts once, however many replies it has."""
-  prompts = {choice.prompt: choice.generated for choice in reversed(choices)}
-  prompt = sum(map(len, prompts))
+def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+  """The usage of chat completions and completions. A prompt counts once; `n` choices, one behind the other, have it."""
+  prompts = {choice.index // n: choice for choice in reversed(choices)}
+  prompt = sum(len(choice.prompt) for choice in prompts.values())
   completion = sum(len(choice.generated.ids) for choice in choices)
   counted: dict[str, Any] = {
     'prompt_tokens': prompt,
     'completion_tokens': completion,
     'total_tokens': prompt + completion,
-    'prompt_tokens_details': {'cached_tokens': sum(first.cached_tokens for first in prompts.values())},
+    'prompt_tokens_details': {'cached_tokens': sum(first.generated.cached_tokens for first in prompts.values())},
   }
   thoughts = sum(choice.reply.thought_tokens for choice in choices if choice.reply)
   return counted | {'completion_tokens_details': {'reasoning_tokens': thoughts}}
@@ -144,7 +144,7 @@ class ChunkStream:
   def end(self, choices: Sequence[Choice]) -> list[bytes]:
     """The last events of the replies, the usage if it was asked for, and the mark of the end."""
     last = [event for choice in choices for event in self._finish(choice)]
-    counted = [self._frame([], usage=usage(choices))] if self._spec.include_usage else []
+    counted = [self._frame([], usage=usage(choices, self._spec.n))] if self._spec.include_usage else []
     return [*last, *counted, sse.DONE]
 
   def error(self, error: ApiError) -> list[bytes]:

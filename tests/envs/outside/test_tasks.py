@@ -29,6 +29,7 @@ def test_a_task_is_a_line_and_lines_are_repeated(tmp_path):
     (None, r"tasks='.*': cannot be read \(No such file or directory\)"),
     (b'\xff\n', "tasks='.*': is not UTF-8"),
     (b'1\n{\n', r"tasks='.*': line 2 is no JSON \("),
+    (b'{"answer": NaN}\n', r"tasks='.*': line 1 is no JSON \("),
     (b'[' * 100_000, r"tasks='.*': line 1 is no JSON \("),
     (b'\n \n', "tasks='.*': has no line with a task"),
   ],

@@ -9,6 +9,7 @@ import pytest
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.models import presets
 from ragen_jax.serving.engine.text import ReplyText
+from tests.support.chat_templates import KINDS, write_tokenizer
 
 
 @pytest.fixture(scope='module')
@@ -88,6 +89,21 @@ def test_the_first_of_several_stop_strings_counts():
   words = {0: 'one ', 1: 'two three'}
   reply = ReplyText(lambda ids: ''.join(words[i] for i in ids), ('three', 'two'))
   assert reply.add([0, 1]) == 2 and reply.stop == 'two' and reply.finish() == 'one '
+
+
+@pytest.mark.parametrize('kind', ['qwen2.5', 'gemma3'])
+def test_text_in_tokens_of_bytes_does_not_depend_on_where_the_chunks_end(tmp_path, kind):
+  write_tokenizer(tmp_path, KINDS[kind])
+  tok = ChatTokenizer(str(tmp_path))
+  texts = ['a 日 b', 'hi 😀 there', '日本語', '😀😀x']
+  for text in texts:
+    ids = list(tok.encode(text))
+    for size in (1, 2, 3, 4, len(ids)):
+      reply = ReplyText(tok.decode, ())
+      _, sent = play(reply, ids, [size])
+      assert ''.join(sent) == reply.finish() == text
+  assert tok.decode_batch([tok.encode(text) for text in texts]) == texts
+  assert tok.decode(tok.encode('日')[:-1]).strip('\ufffd') == ''
 
 
 def test_the_reply_does_not_depend_on_where_the_chunks_end(tokenizer):

@@ -462,7 +462,7 @@ def test_a_lone_surrogate_is_mended(server, tok):
 
 def test_bodies_that_are_no_request(server):
   task = server.attempt()
-  for body in (b'', b'{', b'[]', b'{"a": NaN}', b'\xff', b'[' * 100_000):
+  for body in (b'', b'{', b'[]', b'{"a": NaN}', b'{"a": -1e999}', b'\xff', b'[' * 100_000):
     status, headers, raw = call(server, '/v1/chat/completions', body, task.api_key)
     assert status == 400 and headers['x-should-retry'] == 'false', body[:10]
     assert json.loads(raw)['error']['type'] == 'invalid_request_error'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 import types
 
@@ -15,6 +16,7 @@ from ragen_jax import build, build_agents
 from ragen_jax.agent.episode import Status
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.agent.player import EnvironmentPlayer
+from ragen_jax.models import lora
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.sampling.sampler import Sampling
 from ragen_jax.serving.client import Task
@@ -25,7 +27,7 @@ from ragen_jax.serving.rollouts.lifecycle import Lifecycle
 from ragen_jax.serving.rollouts.records import prompt_of
 from ragen_jax.serving.rollouts.store import Store
 from ragen_jax.serving.rollouts.tables import Tables
-from ragen_jax.serving.types import RolloutState
+from ragen_jax.serving.types import AttemptState, RolloutState
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 from tests.support.paths import ROOT
@@ -180,6 +182,42 @@ def test_a_runner_that_cannot_be_imported_is_one_line(policy, tmp_path):
   opened = build_agents.open_players(config, policy, str(tmp_path))
   with pytest.raises(UserError, match=r"^envs\.Agent\.runner='no\.such\.module:play' cannot be imported"), opened:
     pass
+
+
+@pytest.mark.parametrize('runner', ["python 'x.py", ' '])
+def test_a_command_that_cannot_be_read_is_one_line(runner):
+  with pytest.raises(UserError, match=rf'^the\.field={re.escape(repr(runner))}: is no command'):
+    agent_player.make_runner('the.field', runner, ())
+
+
+def test_rollouts_of_other_inputs_or_limits_are_played_anew(policy, tmp_path):
+  config = agents_config()
+  specs = build.env_specs(config, ('Agent',), (1,))
+  with Store(tmp_path / 'store.sqlite') as store:
+    lifecycle = Lifecycle(store, time.time)
+
+    def queued(timeout):
+      config.serve.timeout = timeout
+      settings = build_agents.agent_settings(config, policy, 'train')
+      player = AgentPlayer(settings, types.SimpleNamespace(lifecycle=lifecycle), specs, SIZE, None)
+      return [r for _, _, own in player._queue(jax.random.key(0), FIRST, 3, 'abc') for r in own]
+
+    first = queued(30.0)
+    claim = lifecycle.claim('worker')
+    lifecycle.finish(claim.attempt.attempt_id, AttemptState.SUCCEEDED, '')
+    same, other = queued(30.0), queued(99.0)
+    assert {r.state for r in same} == {RolloutState.SUCCEEDED, RolloutState.QUEUED}
+    assert [r.rollout_id for r in other] == [r.rollout_id for r in first]
+    assert {r.state for r in other} == {RolloutState.QUEUED} and {r.limits.timeout_s for r in other} == {99.0}
+
+
+def test_adapters_are_told_apart_where_nothing_else_is_trained():
+  config = small_config(lora__rank=2, algorithm__adv_estimator='grpo')
+  params, sampling = param_state(build.load_policy(config).model), Sampling(1.0, 1.0, 0)
+  trained, frozen = lora.partition(params)
+  changed = jax.tree.map(lambda x: x + 0.5 if x.ndim == 2 else x, trained)
+  digests = {agent_player._digest(lora.join(x, frozen), sampling) for x in (trained, changed)}
+  assert len(digests) == 2 and agent_player._digest(params, sampling) in digests
 
 
 def test_remote_workers_need_a_key(policy, tmp_path, monkeypatch):

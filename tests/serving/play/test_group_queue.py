@@ -226,6 +226,23 @@ def test_the_age_is_that_of_tokens_that_may_be_trained(path):
     assert len(run.queue.take(6, KEY)) == GROUPS
 
 
+@pytest.mark.parametrize('tries', [1, 2])
+def test_old_tokens_of_a_failed_attempt_make_no_group_too_old(path, tries):
+  with Run(path, specs=[dataclasses.replace(SPECS[0], num_groups=1)]) as run:
+    run.queue.fill(0, FIRST, KEY)
+    failed, *others = [run.begin() for _ in range(SIZE)]
+    for again in range(tries):  # after the second one the rollout has failed
+      attempt = run.begin() if again else failed
+      run.call(attempt, 0)
+      run.end(attempt, AttemptState.FAILED)
+    for attempt in others:
+      run.call(attempt, 2)
+      if tries == 2:
+        run.end(attempt)
+    run.queue.look()
+    assert run.queue.renew_stale(2, KEY, running=True) == 0
+
+
 def test_a_group_without_tokens_is_trained_in_its_turn(path):
   with Run(path, specs=SPECS[1:]) as run:
     run.fill(0)

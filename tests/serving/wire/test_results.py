@@ -58,13 +58,19 @@ def test_usage_counts_a_prompt_once(tok):
     _choice(tok, 1, (1, 2, 3), 'abc', cached_tokens=3),
     _choice(tok, 2, (1, 2), 'a', cached_tokens=2),
   ]
-  assert usage(choices) == {
+  assert usage(choices, 2) == {
     'prompt_tokens': 5,
     'completion_tokens': 3 + 4 + 2,
     'total_tokens': 14,
     'prompt_tokens_details': {'cached_tokens': 3},
     'completion_tokens_details': {'reasoning_tokens': 3},
   }
+
+
+def test_usage_counts_each_prompt_of_a_list_also_if_they_are_equal(tok):
+  choices = [_choice(tok, i, (1, 2, 3), 'a', cached_tokens=i) for i in range(4)]
+  counted = usage(choices, 2)
+  assert counted['prompt_tokens'] == 6 and counted['prompt_tokens_details'] == {'cached_tokens': 0 + 2}
 
 
 def test_versions_are_those_of_all_tokens(tok):
