@@ -22,7 +22,7 @@ from ragen_jax.agent.env_manager import EnvStateManager  # noqa: E402
 from ragen_jax.config.command_line import load_config  # noqa: E402
 from ragen_jax.models import presets  # noqa: E402
 
-TRAINING_LEVELS = 12_800  # 100 iterations of 128 groups, as in sokoban_ppo
+TRAINING_LEVELS = 25_600  # 200 iterations of 128 groups, as in sokoban_ppo
 MODELS = {'tiny': sft_tiny, 'tiny-hybrid': sft_tiny_hybrid, 'tiny-vl': sft_tiny_vl}
 
 
