@@ -165,7 +165,7 @@ _DEEP = '[' * 100_000
     ),
     (
       put('{"x": 1e999}', *_FUNCTION, 'arguments'),
-      'messages[1].tool_calls[0].function.arguments has a number that is none of JSON: {"x": Infinity}',
+      'messages[1].tool_calls[0].function.arguments is "{\\"x\\": 1e999}"; it must be an object, or its JSON as text (',
     ),
     (
       put({'x': float('nan')}, *_FUNCTION, 'arguments'),
