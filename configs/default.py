@@ -512,7 +512,7 @@ def get_config(model: str = '') -> ConfigDict:
   # File for the solvers' play in the same format; empty for none.
   config.sft.save_data = ''
   # Tags of the demonstrated environments; by default those of `train.tags`. With `data`, this field and all down to
-  # `discount` have no effect, but that `from_scratch` makes the tokenizer from the prompts of these environments.
+  # `discount` have no effect, except that `from_scratch` makes the tokenizer from the prompts of these environments.
   config.sft.tags = config.train.get_oneway_ref('tags')
   # Levels of each tag, in the order of the tags.
   config.sft.levels = (4096,)
@@ -539,7 +539,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.sft.actions_per_turn = 0
   # The expert's discount per action; below 1 it avoids detours.
   config.sft.discount = 0.97
-  # Optimiser steps, 2 or more: the learning rate rises from 0, which the first one has.
+  # Optimiser steps, 2 or more, because the first step has a learning rate of 0.
   config.sft.steps = 1000
   # Demonstrations, or conversations, per step.
   config.sft.batch_size = 64

@@ -72,8 +72,8 @@ def train_and_evaluate(config: ConfigDict, workdir: str) -> dict[str, float]:
 def _train(config: ConfigDict, workdir: str | StagedWorkdir) -> None:
   """Loads the model, opens the server of agent programs if there are any, and trains."""
   plays = build_agents.plays_agents(config)
-  step = 'iteration' if config.train.online_k == 1 else 'last iteration of this rollout'
-  interrupt = Interrupt(f'{step} or evaluation' + ', or at once while agent programs play' * plays)
+  step = 'this iteration or evaluation' if config.train.online_k == 1 else 'the last iteration of this rollout'
+  interrupt = Interrupt(step + ', or at once while agent programs play' * plays)
   on_cpu = jax.default_backend() == 'cpu'
   if on_cpu:
     check_host_memory(config)
@@ -156,7 +156,6 @@ def _claim(config: ConfigDict, workdir: str) -> Iterator[str | StagedWorkdir]:
         need_disk(workdir, 'the store of agent programs (tags of the type agent) is a database, which needs a disk')
       place = stack.enter_context(open_workdir(workdir, write=True))
       if processes.is_first():
-        anew = record_config(place, config.to_dict(), *config_fields.free_in_training(config.to_dict()))
-        if anew and build_agents.plays_agents(config):
-          set_store_aside(place)
+        aside = functools.partial(set_store_aside, place)
+        record_config(place, config.to_dict(), *config_fields.free_in_training(config.to_dict()), anew=aside)
     yield place

@@ -201,8 +201,10 @@ class ChatTokenizer:
   def token_bytes(self, id_: int) -> bytes:
     """The bytes of one token, which may be a part of a character; b'' for an id that is no token."""
     token = self._backend.id_to_token(id_)
-    if token is None or token in self.added:
-      return (token or '').encode()
+    if token is None:
+      return b''
+    if token in self.added:
+      return (token.replace('\u2581', ' ') if self._has_bytes else token).encode()
     if self._has_bytes:  # text, or the number of a byte
       byte = re.fullmatch('<0x([0-9A-F]{2})>', token)
       return bytes.fromhex(byte[1]) if byte else token.replace('\u2581', ' ').encode()

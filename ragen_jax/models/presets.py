@@ -269,18 +269,20 @@ def resolve(preset: str, path: str) -> str:
 
 
 def _check_checkpoint(directory: str, what: str) -> None:
+  names = os.listdir(directory) if os.path.isdir(directory) else []
+  weights = any(name.endswith('.safetensors') and name != VALUE_HEAD_FILE for name in names)
   if not os.path.exists(directory):
     problem = 'does not exist'
   elif not os.path.isdir(directory):
     problem = 'is not a directory'
-  elif os.path.isdir(os.path.join(directory, 'checkpoints')):
+  elif not weights and os.path.isdir(os.path.join(directory, 'checkpoints')):
     problem = (
       f'is the workdir of a run and no model; --mode=export with the flags of the run and --workdir={directory} '
       "writes its model, and a warm start's is in sft.output"
     )
   elif not os.path.isfile(os.path.join(directory, CONFIG_FILE)):
     problem = f'has no {CONFIG_FILE}, so it is no Hugging Face checkpoint'
-  elif not any(name.endswith('.safetensors') and name != VALUE_HEAD_FILE for name in os.listdir(directory)):
+  elif not weights:
     problem = 'has no *.safetensors, and weights in other formats are not read'
   else:
     return

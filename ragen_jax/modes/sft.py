@@ -212,7 +212,7 @@ def _learn(
     kept = EpisodeWriter(workdir, start_step=start_step)
     settings = build.fill(TrackerSettings, config.logging)
     with (
-      Interrupt('step or evaluation') as interrupt,
+      Interrupt('this step or evaluation') as interrupt,
       open_tracker(settings, workdir, config.to_dict(), start_step, enabled=True) as tracker,
       MetricWriter(workdir, start_step=start_step, tracker=tracker) as writer,
       Progress(sft.steps, start=done, noun='step') as progress,

@@ -54,7 +54,7 @@ class Interrupt:
   Slurm and spot machines send SIGTERM some time before they kill a process. Outside of the block, no signal is noticed.
   """
 
-  def __init__(self, noun: str = 'iteration or evaluation'):
+  def __init__(self, noun: str = 'this iteration or evaluation'):
     self._noun = noun
     self._learnt = True
     self.requested = 0  # number of the received signal; 0 for none
@@ -92,6 +92,6 @@ class Interrupt:
     signal.signal(number, signal.SIG_DFL)
     again = 'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name
     saved = 'what has been learnt is saved' if self._learnt else 'nothing has been learnt yet'
-    message = f'\nstopping after this {self._noun}; {saved}; {again} again stops at once\n'
+    message = f'\nstopping after {self._noun}; {saved}; {again} again stops at once\n'
     with contextlib.suppress(OSError):
       os.write(2, message.encode())  # a signal handler must not write to sys.stderr's buffer

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -78,7 +78,8 @@ def record_config(
   config: Mapping[str, Any],
   free_fields: Set[str] = frozenset(),
   reasons: Mapping[str, str] | None = None,
-) -> bool:
+  anew: Callable[[], None] = lambda: None,
+) -> None:
   """Writes the config to `<workdir>/config.json`. If there is a checkpoint, first compares it with the recorded config.
 
   Fields in `free_fields` may change between starts; config.json then contains their new values. Before the first
@@ -89,14 +90,12 @@ def record_config(
     config: nested dict of JSON values, such as `config.to_dict()`.
     free_fields: dotted names of the fields that may differ, such as {'num_iterations'}.
     reasons: dotted name of a field -> the reason why it may not differ, for the error message.
-
-  Returns:
-    Whether there was a run with other values of fields that are not free, which has no checkpoint.
+    anew: called before the config is written if a run without a checkpoint differed in fields that are not free.
 
   Raises:
     UserError: a field that is not free differs, the record cannot be read, or the directory is not writable.
   """
-  path, anew = pathlib.Path(workdir) / 'config.json', False
+  path = pathlib.Path(workdir) / 'config.json'
   text = json.dumps(config, indent=2) + '\n'
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,10 +108,11 @@ def record_config(
   if has_checkpoint and old_text is not None:
     _check_same(f'workdir {workdir}', _differences(path, old_text, text), free_fields, reasons or {})
   elif old_text is not None and old_text != text:
-    anew = not _tell_new_config(workdir, path, old_text, text) <= free_fields
+    changed = _tell_new_config(workdir, path, old_text, text)
+    if not changed <= free_fields:
+      anew()
   if text != old_text:
     replace_file(path, text, many_writers=True)
-  return anew
 
 
 def _tell_new_config(workdir: str | os.PathLike[str], path: pathlib.Path, old_text: str, text: str) -> Set[str]:

@@ -339,12 +339,10 @@ class Run:
       watched, hopeless = self._monitor.after_evaluation(success_by_tag(evaluation.metrics, tags))
       self._log.metrics.scalars(step, watched)
       verdict = hopeless if hopeless.action == 'stop' else verdict
-    interrupted = self._interrupted()
     # Checkpoints do not contain the rollout, so a run cannot resume between two iterations of one rollout: a signal
     # waits for the last of them.
-    if step % self._settings.online_k and not self._discarded:
-      interrupted = 0
-    save_now = verdict.action == 'stop' or bool(interrupted)
+    interrupted, within = self._interrupted(), step % self._settings.online_k != 0
+    save_now = verdict.action == 'stop' or (interrupted and not within)
     due = self._due(state, self._settings.checkpoint_every)
     save = due or save_now
     if not due and verdict.action != 'stop':
@@ -374,7 +372,7 @@ class Run:
     if not_finite and not rolled_back and (answer != 'bad' or last):
       self._log.metrics.flush()
       raise Diverged(self._farewell(step, not_finite))
-    if interrupted:
+    if interrupted and not (within and not self._discarded):
       raise Stopped(interrupted)
     return state
 

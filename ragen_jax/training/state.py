@@ -51,8 +51,10 @@ class TrainState:
     return {'params': self.trained, 'opt_state': self.opt_state}
 
   def unsaved(self) -> dict[str, str]:
-    """Digests of the weights that checkpoints do not contain, see `identity.digest_of`."""
-    return {'frozen': identity.digest_of(self.frozen), 'reference': identity.digest_of(self.reference)}
+    """Digests of the weights that checkpoints do not contain, see `identity.digest_of`; shared arrays are read once."""
+    frozen = {id(x) for x in jax.tree.leaves(self.frozen)}
+    reference = [x for x in jax.tree.leaves(self.reference) if id(x) not in frozen]
+    return {'frozen': identity.digest_of(self.frozen), 'reference': identity.digest_of(reference)}
 
   def with_saved(self, arrays: dict[str, Any], **fields: Any) -> TrainState:
     """This state with the arrays of a checkpoint and other replaced `fields`."""

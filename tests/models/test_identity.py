@@ -39,6 +39,12 @@ def test_the_digest_is_the_same_on_every_mesh_and_another_for_other_weights():
       bit.view(np.uint8).reshape(-1)[0] ^= 1
       changed = jax.tree.unflatten(jax.tree.structure(weights[name]), [*leaves[:i], jnp.asarray(bit), *leaves[i + 1 :]])
       assert identity.digest_of(weights | {name: changed}) != digest
+  moved = (
+    weights | {'a': weights['a'][::-1]},
+    weights | {'b': jnp.roll(weights['b'], 1)},
+    weights | {'a': weights['a'].T},
+  )
+  assert len({digest, *map(identity.digest_of, moved)}) == 4
   assert identity.digest_of({}) == identity.digest_of(None) == ''
 
 

@@ -34,7 +34,10 @@ def test_paths_that_are_no_checkpoint(tmp_path, checkpoint):
   (tmp_path / 'run' / 'checkpoints').mkdir(parents=True)
   (tmp_path / 'run' / 'config.json').write_text('{}')
   assert 'is the workdir of a run' in message(tmp_path / 'run')
+  (pathlib.Path(checkpoint) / 'checkpoints').mkdir()
+  assert presets.resolve('tiny', checkpoint) == checkpoint  # it has weights
   os.rename(os.path.join(checkpoint, 'model.safetensors'), os.path.join(checkpoint, 'value_head.safetensors'))
+  (pathlib.Path(checkpoint) / 'checkpoints').rmdir()
   assert 'has no *.safetensors' in message(checkpoint)
 
 

@@ -161,17 +161,31 @@ def test_a_record_that_is_no_config_is_refused(tmp_path, text):
 
 
 def test_the_store_of_another_config_is_set_aside(tmp_path, caplog):
-  free = frozenset({'port'})
-  assert not record_config(tmp_path, {'seed': 0, 'port': 1}, free)
+  told = []
+
+  def record(**config):
+    record_config(tmp_path, config, frozenset({'port'}), anew=lambda: told.append(config) or set_store_aside(tmp_path))
+
+  record(seed=0, port=1)
   for name in ('agents.sqlite', 'agents.sqlite-wal', 'agents.sqlite.old-shm'):
     (tmp_path / name).write_text(name)
-  assert not record_config(tmp_path, {'seed': 0, 'port': 1}, free)
-  assert not record_config(tmp_path, {'seed': 0, 'port': 2}, free)  # the attempts are still those of the config
-  assert record_config(tmp_path, {'seed': 1, 'port': 2}, free)
-  set_store_aside(tmp_path)
-  set_store_aside(tmp_path)
+  record(seed=0, port=1)
+  record(seed=0, port=2)  # the attempts are still those of the config
+  assert not told
+  record(seed=1, port=2)
+  record(seed=1, port=2)
   found = {path.name: path.read_text() for path in tmp_path.glob('agents*')}
   assert found == {'agents.sqlite.old': 'agents.sqlite', 'agents.sqlite.old-wal': 'agents.sqlite-wal'}
   assert [m for m in caplog.messages if 'is renamed to agents.sqlite.old' in m]
   (tmp_path / 'config.json').write_text('{')
-  assert record_config(tmp_path, {'seed': 1, 'port': 2}, free)
+  record(seed=1, port=2)
+  assert told == [{'seed': 1, 'port': 2}] * 2
+
+
+def test_a_store_that_cannot_be_set_aside_leaves_the_record_as_it_is(tmp_path):
+  record_config(tmp_path, {'seed': 0})
+  (tmp_path / 'agents.sqlite').write_text('x')
+  (tmp_path / 'agents.sqlite.old').mkdir()
+  for _ in range(2):
+    with pytest.raises(UserError, match=r'agents\.sqlite cannot be renamed to agents\.sqlite\.old: '):
+      record_config(tmp_path, {'seed': 1}, anew=lambda: set_store_aside(tmp_path))

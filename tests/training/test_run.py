@@ -384,6 +384,16 @@ def test_a_signal_ends_the_run_and_saves_where_a_rollout_is_over(tmp_path, reque
     np.testing.assert_array_equal(state.trained['policy']['kernel'], [first + first % 2] * 2)
 
 
+def test_a_signal_ends_a_run_that_goes_back_within_a_rollout(tmp_path, request):
+  before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
+  with pytest.raises(Stopped), _open(tmp_path, train__online_k=2) as (run, _):
+    _finish(run, _state(2, iteration=2), _evaluation(0.9))
+    os.kill(os.getpid(), signal.SIGTERM)
+    _finish(run, _state(3, iteration=3), verdict=Verdict('rollback', 'sick'))
+  assert _steps(tmp_path) == [2]
+
+
 def test_a_signal_after_a_bad_iteration_within_a_rollout_ends_the_run_at_once(tmp_path, request):
   before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
   request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import logging
 import os
 import shlex
@@ -285,16 +286,17 @@ def _mark(prompt: str) -> str:
 
 
 def created(lifecycle: Lifecycle, new: NewRollout) -> RolloutRecord:
-  """A rollout; one of this id with other values, such as an input that was mended since, is played anew."""
+  """A rollout; if one of this id has other values, such as an input that was mended since, one of another id."""
   try:
     return lifecycle.create(new)
-  except Conflict:
+  except Conflict as conflict:
     try:
       lifecycle.replace([new.rollout_id], ())
-      lifecycle.store.discard([new.rollout_id], time.time())
-      return lifecycle.create(new)
-    except (Conflict, NotFound) as e:
-      raise UserError(f'{e}; choose another --workdir') from e
+      # Another id, because an attempt of the old rollout may still run, and attempts are numbered for each rollout.
+      values = json.dumps([new.input, dataclasses.asdict(new.limits), dict(new.metadata)], sort_keys=True)
+      return lifecycle.create(dataclasses.replace(new, rollout_id=f'{new.rollout_id}{_mark(values)}'))
+    except (Conflict, NotFound):
+      raise UserError(f'{conflict}; choose another --workdir') from conflict
 
 
 @contextlib.contextmanager

@@ -224,6 +224,8 @@ class RunnerPool:
 
   def _end(self, task: Task, outcome: Outcome) -> None:
     """Reports how an attempt ended, and frees its place."""
+    if outcome.state != AttemptState.SUCCEEDED:
+      self._tell(task, outcome)
     try:
       self._report(task, outcome)
     except Over:
@@ -237,8 +239,6 @@ class RunnerPool:
         if outcome.abandoned:
           self._abandoned.append(outcome.abandoned)
         self._changed.notify_all()
-    if outcome.state != AttemptState.SUCCEEDED:
-      self._tell(task, outcome)
 
   def _tell(self, task: Task, outcome: Outcome) -> None:
     """Logs how an attempt failed; of those that failed in the same way the first, tenth, hundredth, and so on."""

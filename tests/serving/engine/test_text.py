@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import tokenizers
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.models import presets
@@ -104,6 +105,16 @@ def test_text_in_tokens_of_bytes_does_not_depend_on_where_the_chunks_end(tmp_pat
       assert ''.join(sent) == reply.finish() == text
   assert tok.decode_batch([tok.encode(text) for text in texts]) == texts
   assert tok.decode(tok.encode('日')[:-1]).strip('\ufffd') == ''
+
+
+def test_runs_of_spaces_that_were_added_as_tokens_are_spaces(tmp_path):
+  write_tokenizer(tmp_path, KINDS['gemma3'])
+  backend = tokenizers.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
+  backend.add_tokens([tokenizers.AddedToken('\u2581\u2581', special=False)])
+  backend.save(str(tmp_path / 'tokenizer.json'))
+  tok = ChatTokenizer(str(tmp_path))
+  ids = [backend.token_to_id(token) for token in ('a', '\u2581\u2581', 'b', '\u2581', '<end_of_turn>')]
+  assert tok.decode(ids) == backend.decode(ids, skip_special_tokens=False) == 'a  b <end_of_turn>'
 
 
 def test_the_reply_does_not_depend_on_where_the_chunks_end(tokenizer):

@@ -207,7 +207,9 @@ def test_rollouts_of_other_inputs_or_limits_are_played_anew(policy, tmp_path):
     lifecycle.finish(claim.attempt.attempt_id, AttemptState.SUCCEEDED, '')
     same, other = queued(30.0), queued(99.0)
     assert {r.state for r in same} == {RolloutState.SUCCEEDED, RolloutState.QUEUED}
-    assert [r.rollout_id for r in other] == [r.rollout_id for r in first]
+    assert not {r.rollout_id for r in other} & {r.rollout_id for r in first}  # an old attempt may still run
+    assert [r.rollout_id for r in queued(99.0)] == [r.rollout_id for r in other]
+    assert lifecycle.claim('worker').rollout.rollout_id == other[0].rollout_id  # the others are not played any more
     assert {r.state for r in other} == {RolloutState.QUEUED} and {r.limits.timeout_s for r in other} == {99.0}
 
 
