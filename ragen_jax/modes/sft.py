@@ -204,10 +204,9 @@ def _learn(
   )  # fmt: skip
   beginnings = first_turns(data) if sft.short_steps else data
   trainer = make_trainer(config, policy)
-  unsaved = trainer.state.unsaved()
   with Checkpointer(workdir, keep=config.checkpoint.keep) as checkpointer:
-    checksum = data.checksum_for(sft.value_coef)
-    done, told = _restore(trainer, checkpointer, checksum, workdir, sft.steps)
+    source = {'data': data.checksum_for(sft.value_coef), 'unsaved': trainer.state.unsaved()}
+    done, told = _restore(trainer, checkpointer, source, workdir, sft.steps)
     start_step = done + 1 if done else 0
     kept = EpisodeWriter(workdir, start_step=start_step)
     settings = build.fill(TrackerSettings, config.logging)
@@ -261,8 +260,7 @@ def _learn(
         if (save or stop) and not bad:
           writer.flush()
           told = {'watch': watch.state_dict(), 'log': log.state_dict()}
-          meta = {'data': checksum, 'told': told, 'unsaved': unsaved}
-          checkpointer.save(step, trainer.state.saved(), meta)
+          checkpointer.save(step, trainer.state.saved(), source | {'told': told})
         if stop and not last:
           raise Stopped(stop)
       # After the last checkpoint, so that the same command writes an output that failed without training again.
@@ -289,22 +287,23 @@ def _bad_numbers(watch: StepWatch, trainer: SftTrainer, micro_batches: list[SftB
 
 
 def _restore(
-  trainer: SftTrainer, checkpointer: Checkpointer, checksum: int, workdir: str | StagedWorkdir, steps: int
+  trainer: SftTrainer, checkpointer: Checkpointer, source: dict[str, Any], workdir: str | StagedWorkdir, steps: int
 ) -> tuple[int, dict[str, Any] | None]:
   """Restores the trainer from the last undamaged checkpoint, if there is one.
 
   Returns the number of steps done, and the states of the `StepWatch` and the `SftLog`; None without a checkpoint, and
-  for those of earlier versions. Raises UserError if the checkpoint was trained on other data.
+  for those of earlier versions. Raises UserError if the checkpoint was trained on other data, or with other frozen
+  weights, than those that `source` tells.
   """
   checkpointer.set_damaged_aside()
   done, told = checkpointer.latest_step() or 0, None
   if done:
     arrays, meta = checkpointer.restore(trainer.state.saved())
-    if meta['data'] != checksum:
+    if meta['data'] != source['data']:
       raise UserError(
         f'--workdir={workdir}: the training data has changed since the checkpoint; choose another --workdir'
       )
-    identity.check_unsaved(meta, trainer.state.unsaved(), f'--workdir={workdir}')
+    identity.check_unsaved(meta, source['unsaved'], f'--workdir={workdir}')
     trainer.state = trainer.state.with_saved(arrays, iteration=done)
     told = meta.get('told')
     _log.info('resuming %s after step %d' if done < steps else '%s is finished: %d steps', workdir, done)

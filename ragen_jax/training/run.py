@@ -372,7 +372,7 @@ class Run:
     if not_finite and not rolled_back and (answer != 'bad' or last):
       self._log.metrics.flush()
       raise Diverged(self._farewell(step, not_finite))
-    if interrupted and not (within and not self._discarded):
+    if interrupted and (self._discarded or not within):
       raise Stopped(interrupted)
     return state
 
