@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import signal
+import types
 import unittest.mock
 
 import numpy as np
@@ -90,6 +91,19 @@ def test_the_value_head_learns_what_the_demonstrations_earn(tmp_path, success_ra
   for name in ('out', 'again'):
     config.model.path = str(tmp_path / name)
     assert float(build.load_policy(config).model.value_head.bias[...]) == float(policy.model.value_head.bias[...])
+
+
+@pytest.mark.parametrize(('data', 'frozen', 'named'), [(2, 'float32 a', 'data'), (1, 'float32 b', 'frozen weights')])
+def test_a_warm_start_does_not_go_on_with_other_data_or_other_frozen_weights(data, frozen, named):
+  meta = {'data': 1, 'unsaved': {'frozen': 'float32 a'}}
+  checkpointer = types.SimpleNamespace(
+    set_damaged_aside=lambda: None, latest_step=lambda: 3, restore=lambda like: ({}, meta)
+  )
+  trainer = types.SimpleNamespace(state=types.SimpleNamespace(saved=dict, with_saved=lambda arrays, iteration: 'on'))
+  assert sft._restore(trainer, checkpointer, meta, 'x', 9) == (3, None) and trainer.state == 'on'
+  trainer.state = types.SimpleNamespace(saved=dict)
+  with pytest.raises(UserError, match=f'^--workdir=x: the .*{named}'):
+    sft._restore(trainer, checkpointer, {'data': data, 'unsaved': {'frozen': frozen}}, 'x', 9)
 
 
 # -- a whole warm start ------------------------------------------------------------------------------------------------

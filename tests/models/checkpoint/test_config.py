@@ -101,6 +101,7 @@ def test_rope_theta_is_found_where_any_version_puts_it(checkpoint, remove, chang
     ({'head_dim': 5}, ['head_dim=5', 'even']),
     ({'hidden_size': '16'}, ["hidden_size='16'", 'positive integer']),
     ({'vocab_size': None}, ['vocab_size=None']),
+    ({'rms_norm_eps': -1e-6}, ['rms_norm_eps=-1e-06', 'positive number']),
     ({'rms_norm_eps': None}, ['rms_norm_eps=None', 'positive number']),
     ({'rms_norm_eps': '1e-6'}, ["rms_norm_eps='1e-6'", 'positive number']),
     ({'rope_theta': [1e4]}, ['rope_theta=[10000.0]', 'positive number']),

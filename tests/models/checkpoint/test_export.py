@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from ragen_jax.distributed.mesh import make_mesh
-from ragen_jax.models import lora
+from ragen_jax.models import identity, lora
 from ragen_jax.models.checkpoint import peft
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.export import ExportSettings, check_output, choose_step, restore_params, write_policy
@@ -97,6 +97,18 @@ def test_restored_weights_take_the_place_of_those_that_were_loaded(tmp_path, ada
       params = restore_params(checkpointer, fresh, make_mesh(-1, 1, 1), step)
     assert all(x.is_deleted() for x in jax.tree.leaves(lora.partition(_params(fresh))[0]))
     _equal(params, expected[step])
+
+
+def test_frozen_weights_that_are_not_those_of_the_run_are_refused(tmp_path):
+  trained = _moved(_params(_model(_ADAPTERS)), 0.02)[0]
+  digest, arrays = identity.digest_of(_moved(_params(_model(_ADAPTERS)), 0.0)[1]), {'params': trained}
+  assert digest.startswith('float32 ')
+  with Checkpointer(tmp_path, keep=2) as checkpointer:
+    checkpointer.save(1, arrays, {'unsaved': {'frozen': digest}})
+    checkpointer.save(2, arrays, {'unsaved': {'frozen': 'float32 of-other-files'}})
+    restore_params(checkpointer, _model(_ADAPTERS), make_mesh(-1, 1, 1), 1)
+    with pytest.raises(UserError, match=r'^checkpoint of step 2 in .*: the frozen weights of the model .* are not'):
+      restore_params(checkpointer, _model(_ADAPTERS), make_mesh(-1, 1, 1), 2)
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
