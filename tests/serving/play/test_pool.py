@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -76,9 +77,10 @@ def test_rollouts_are_played_and_rewarded(lifecycle):
     assert (reward.value, reward.call_id) == (0.5, '')
 
 
-# Plays sixty short tasks, several at a time; a file notes what begins, and which ends are stored.
+# Plays sixty short tasks, several at a time; a file notes what begins, and which ends are stored. The process kills
+# itself when it has noted a given number of ends.
 _PLAYS = """
-import functools, os, random, sys, time
+import os, random, signal, sys, time
 from ragen_jax.serving.play.pool import LocalQueue, RunnerPool
 from ragen_jax.serving.play.runners import FunctionRunner
 from ragen_jax.serving.rollouts.lifecycle import Lifecycle
@@ -89,6 +91,14 @@ from tests.support.endpoint_store import new_rollout
 log = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 note = lambda *words: os.write(log, (' '.join(words) + chr(10)).encode())
 names = [f'r{i}' for i in range(60)]
+stored = []
+
+def note_ends(ended):
+  for attempt in ended:
+    note('stored', store.ask(Tables.attempt, attempt).rollout_id, attempt)
+  stored.extend(ended)
+  if len(stored) >= int(sys.argv[3]):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 def play(task):
   note('begin', task.rollout_id, task.attempt_id)
@@ -98,7 +108,7 @@ def play(task):
 with Store(sys.argv[1]) as store:
   lifecycle = Lifecycle(store, time.time)
   lifecycle.recover(['pool'])
-  lifecycle.changes.subscribe(lambda ended: [note('stored', store.ask(Tables.attempt, x).rollout_id, x) for x in ended])
+  lifecycle.changes.subscribe(note_ends)
   for name in names:
     lifecycle.create(new_rollout(name))
   print('ready', flush=True)
@@ -110,20 +120,15 @@ with Store(sys.argv[1]) as store:
 
 @pytest.mark.slow
 def test_attempts_whose_end_was_stored_are_not_played_again_after_a_kill(tmp_path):
-  path, log, rng, kills, status = tmp_path / 'store.sqlite', tmp_path / 'log', random.Random(0), 0, None
+  path, log, rng, kills = tmp_path / 'store.sqlite', tmp_path / 'log', random.Random(0), 3
   log.touch()
-  while status != 0:
-    assert kills < 20
-    command = [sys.executable, '-c', _PLAYS, path, log]
+  for kill in range(kills + 1):
+    # At most 17 ends with those of programs that have returned and wait for the disk: three kills leave tasks to play.
+    ends = rng.randrange(3, 12) if kill < kills else 100
+    command = [sys.executable, '-c', _PLAYS, path, log, str(ends)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as pool:
       assert pool.stdout.readline() == 'ready\n'
-      before = log.read_text().count('stored')
-      most = before + rng.randrange(5, 25)  # under load, so that some programs have returned and wait for the disk
-      while pool.poll() is None and log.read_text().count('stored') < most:
-        time.sleep(0.001)
-      pool.kill()
-      kills += 1
-      status = pool.wait(_LONG)
+      assert pool.wait(_LONG) == (-signal.SIGKILL if kill < kills else 0)
   over, begun = set(), 0
   for what, rollout, _ in map(str.split, log.read_text().splitlines()):
     if what == 'stored':
@@ -131,7 +136,7 @@ def test_attempts_whose_end_was_stored_are_not_played_again_after_a_kill(tmp_pat
     else:
       assert rollout not in over  # an attempt whose end was stored is not played again
       begun += 1
-  assert len(over) <= 60 <= begun <= 60 + 6 * (kills - 1) and kills > 2
+  assert len(over) <= 60 <= begun <= 60 + 6 * kills
   with Store(path) as store:
     for i in range(60):  # played to the end once, whatever was begun
       states = [str(attempt.state) for attempt in store.ask(Tables.attempts, f'r{i}')]
