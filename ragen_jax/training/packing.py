@@ -44,8 +44,8 @@ _SCORED = 0.3
 _RATIO, _NARROWEST = 1.12, 1 / 7
 # More than two bins a device need at least this share of the widest width: fewer and wider bins hold the same rows.
 _MANY = 1 / 3
-# Scored tokens of a bin, as shares of its width.
-_REPLIES = (0.625, 0.75, 1.0)
+# Scored tokens of a bin, as shares of its width: of short answers to long prompts, of thoughts, and of long replies.
+_REPLIES = (0.25, 0.625, 1.0)
 
 _Rows = TypeVar('_Rows', bound=TokenRows)
 

@@ -57,7 +57,7 @@ def test_shapes_are_few_within_memory_and_hold_any_rows():
   for narrow, wide in itertools.pairwise(widths):
     assert wide - narrow == 128 or wide <= 1.2 * narrow
   for bins, width, replies in shapes:
-    assert bins % 8 == 0 and width % 128 == 0 and 0.6 * width < replies <= width
+    assert bins % 8 == 0 and width % 128 == 0 and width // 4 <= replies <= width
     assert bins // 8 in (2, 4, 8) and bins // 8 * width <= 10_000
     assert (bins, width, width) in shapes, 'any token may be scored'
   # A row that is longer than all bins gets bins of its own length.
@@ -88,9 +88,9 @@ def test_the_shape_is_the_one_that_takes_least_time():
   """Against all shapes, tried one after the other."""
   settings = PackingSettings(step=128, width=4096, columns=10_000, shards=8, reply_step=512)
   rng = np.random.default_rng(2)
-  for mean in (300, 900, 2000):
+  for mean, share in itertools.product((300, 900, 2000), (0.1, 0.6, 0.7)):
     length = rng.integers(mean // 2, mean * 3 // 2, size=32)
-    scored = (0.6 * length).astype(int)
+    scored = (share * length).astype(int)
     costs = {}
     for bins, width, replies in bin_shapes(settings):
       if length.max() <= width and scored.max() <= replies:
@@ -99,6 +99,8 @@ def test_the_shape_is_the_one_that_takes_least_time():
         costs[bins, width, replies] = calls * (bins / 8 * (width + width**2 / 3500 + 0.3 * replies) + 1000)
     ((plan, *_),) = pack_batches([np.arange(32)], length, scored, settings)
     assert costs[len(plan.bins), plan.width, plan.replies] == pytest.approx(min(costs.values()))
+    # Rows that are mostly prompts have products with the vocabulary for a quarter of the columns.
+    assert plan.replies / plan.width == pytest.approx({0.1: 0.25, 0.6: 0.625, 0.7: 1}[share], abs=0.01)
 
 
 def test_rows_of_one_length_fill_nine_tenths_of_one_call():
