@@ -14,6 +14,7 @@ from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.timing import Timer
 from ragen_jax.sft.packing import SftBatch
 from ragen_jax.sft.step_watch import GRAD_NORM, Watched
+from ragen_jax.utils.heartbeat import Heartbeat
 
 # Number of steps between two lines of metrics.
 _LOG_EVERY = 10
@@ -22,8 +23,8 @@ _LOG_EVERY = 10
 class SftLog:
   """Writes the losses, the gradient norm, the padding and the speed of every tenth step and of the last one.
 
-  The lines also have the number of skipped steps, and whether there were spikes, since the line before. `timer`
-  measures a step as the phase 'step'.
+  The lines also have the number of skipped steps, and whether there were spikes, since the line before. Between two
+  lines that are long apart, it logs how many steps were taken. `timer` measures a step as the phase 'step'.
   """
 
   def __init__(
@@ -36,6 +37,7 @@ class SftLog:
     # Since the last line of metrics:
     self._tokens = self._skipped = 0
     self._spikes: dict[str, float] = {}
+    self._heartbeat: Heartbeat | None = None
 
   def state_dict(self) -> dict[str, Any]:
     """What has been counted since the last line of metrics but tokens, as JSON values."""
@@ -65,8 +67,13 @@ class SftLog:
     `parts` f32[2] are loss and value loss, and `grad_norm` f32[] is that of the gradient before it is clipped.
     """
     self._tokens += tokens
+    if self._heartbeat is None:
+      next_line = min(step - step % -_LOG_EVERY, self._last_step)
+      self._heartbeat = Heartbeat(f'steps {step} to {next_line}: %d of %d began', next_line - step + 1)
     if not self.due(step):
+      self._heartbeat.advance()
       return
+    self._heartbeat = None
     parts = np.asarray(parts).tolist()
     metrics = {
       GRAD_NORM: float(grad_norm),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from ragen_jax.runs.progress import Progress
 from ragen_jax.sft.log import SftLog
 from ragen_jax.sft.packing import batches
 from ragen_jax.sft.step_watch import Watched
+from ragen_jax.utils import heartbeat
 from tests.support.examples import made_up_examples
 
 _LAST = 23
@@ -58,6 +60,17 @@ def test_every_tenth_step_and_the_last_are_written(writer, tmp_path):
     assert line['sft/lr'] == 0.5 / step  # steps count from 1, and the schedule from 0
     assert line['sft/columns_per_token'] == pytest.approx(400 / tokens)
     assert line['perf/throughput'] == pytest.approx(steps * tokens / 2.0)  # of all steps since the last line
+
+
+def test_slow_steps_are_told_between_two_lines(writer, monkeypatch, caplog):
+  caplog.set_level(logging.INFO)
+  _play(_log(writer))
+  assert not caplog.records  # none was slow
+  monkeypatch.setattr(heartbeat, 'SECONDS', 0.0)
+  _play(_log(writer))
+  told = [record.getMessage().partition(' after')[0] for record in caplog.records]
+  assert told[:2] == ['steps 1 to 10: 1 of 10 began', 'steps 1 to 10: 2 of 10 began'] and len(told) == _LAST - 3
+  assert told[-2:] == ['steps 21 to 23: 1 of 3 began', 'steps 21 to 23: 2 of 3 began']  # the others have their line
 
 
 def test_skipped_steps_are_counted_from_line_to_line_and_named(writer, tmp_path):
