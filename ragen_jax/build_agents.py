@@ -226,6 +226,7 @@ def open_players(
   if not plays_agents(config):
     yield {'train': None, 'eval': None}
     return
+  _warn_of_trained_tasks(config)
   runner, frozen = task_runner(config, model), build_frozen.load_frozen(config, model)
   open_server, settings = import_open_server(), server_settings(config, model, trains=True)
   with contextlib.ExitStack() as stack:
@@ -238,6 +239,17 @@ def open_players(
     )
     _log.info('agents call the policy at %s/v1', server.url)
     yield {section: _make_player(config, model, server, section, interrupt) for section in ('train', 'eval')}
+
+
+def _warn_of_trained_tasks(config: ConfigDict) -> None:
+  """Logs the files whose tasks are both trained and evaluated; each section plays all lines of its files."""
+  train, evaluation = ({config.envs[tag].get('tasks') for tag in config[x].tags} for x in ('train', 'eval'))
+  for name in sorted(filter(None, train & evaluation)):
+    message = (
+      'the tasks of %s are trained and evaluated: the success in evaluations is that on tasks of training; for other '
+      'tasks, a tag of eval.tags needs another file'
+    )
+    _log.warning(message, name)
 
 
 def _make_player(

@@ -97,6 +97,19 @@ def test_a_missing_package_is_one_line(monkeypatch):
     build_agents.import_open_server()
 
 
+@pytest.mark.parametrize(('train', 'evaluation', 'told'), [('a', 'a', True), ('a', 'b', False), ('', '', False)])
+def test_tasks_that_are_trained_and_evaluated_are_told(tmp_path, monkeypatch, caplog, train, evaluation, told):
+  config = small_config({**_AGENT, 'eval.tags': ('Other',)})
+  config.envs.Other = config.envs.Agent.copy_and_resolve_references()
+  config.envs.Agent.tasks, config.envs.Other.tasks = train, evaluation
+  monkeypatch.setattr(build_agents, 'task_runner', lambda *_: 1 / 0)
+  with pytest.raises(ZeroDivisionError), build_agents.open_players(config, None, str(tmp_path)):
+    pass
+  assert [r.getMessage().partition(':')[0] for r in caplog.records] == [
+    'the tasks of a are trained and evaluated'
+  ] * told
+
+
 def test_other_runs_open_no_server(tmp_path):
   with build_agents.open_players(small_config(), None, str(tmp_path)) as players:
     assert players == {'train': None, 'eval': None} and not list(tmp_path.iterdir())

@@ -161,7 +161,8 @@ class _Reader:
     self._pattern = re.compile(settings.answer_pattern) if settings.answer_pattern else None
     self._golds: dict[str, int] = {}  # digest of a question -> hash of its gold
     self._places: list[str] = []  # of the first items, for errors about their golds
-    self.rows = self.long = self.unread = self.contradicting = 0
+    self._parts: dict[str, bool] = {}  # digest of a question with a group -> whether it is held out
+    self.rows = self.long = self.unread = self.contradicting = self.in_both = 0
     self._first_unread = ''
 
   def read(self, rows: Iterable[sources.Row]) -> Iterator[Item]:
@@ -197,7 +198,7 @@ class _Reader:
     raw = self._field(place, row, 'answer')
     texts = {name: self._text(place, row, name) for name in ('solution', *self._settings.further)}
     choices, labels = self._choices(place, row) if 'choices' in self._fields else ((), ())
-    group = self._field(place, row, 'group') if 'group' in self._fields else None
+    group = _as_group(self._field(place, row, 'group')) if 'group' in self._fields else ''
     field = self._fields['answer']
     if raw is None and self._verifier.needs_answer:
       raise ValueError(f'{place}: {field}=None; allowed: an answer')
@@ -206,12 +207,15 @@ class _Reader:
       gold = self._verifier.read_gold(raw, {**row, 'choices': choices, 'choice_labels': labels} if choices else row)
     except ValueError as e:
       raise ValueError(f'{place}: {field}={short(raw)} {self._settings.no_gold}; {e}') from e
-    if group is None or not str(group).strip():
-      group = self._verifier.identity(question, gold)
+    identity = self._verifier.identity(question, gold)
+    if group:
+      self._note_part(selection.digest(identity), selection.digest(group))
     used = set(self._fields.values())
     extra = {name: value for name, value in row.items() if name not in used} if self._verifier.needs_extra else _NOTHING
     difficulty = self._difficulty(place, row) if 'difficulty' in self._fields else None
-    return Item(question.strip(), gold, choices, texts['solution'], selection.digest(str(group)), extra, difficulty)
+    return Item(
+      question.strip(), gold, choices, texts['solution'], selection.digest(group or identity), extra, difficulty
+    )
 
   def _text(self, place: str, row: Mapping[str, Any], name: str) -> str:
     """The text of a field that a row may leave empty; '' if the option names none."""
@@ -271,6 +275,12 @@ class _Reader:
       )
     return tuple(x.strip() for x in texts), tuple(str(x) for x in labels)
 
+  def _note_part(self, question: str, group: str) -> None:
+    """Counts questions that are in both parts of a split, in different groups."""
+    if self._settings.split != 'all':
+      part = selection.is_held_out(group, self._settings.test_share)
+      self.in_both += self._parts.setdefault(question, part) != part
+
   def _note(self, item: Item) -> None:
     """Counts questions that come again with another gold."""
     gold = hash(repr(item.gold))
@@ -320,6 +330,16 @@ class _Reader:
     if self.contradicting:
       message = '%s: %s: %d %ss %s'
       _log.warning(message, kind, settings.source, self.contradicting, word, settings.again)
+    if self.in_both:
+      message = '%s: %s: %d %ss are in both parts of the split, in different groups (fields.group)'
+      _log.warning(message, kind, settings.source, self.in_both, word)
 
 
 _NOTHING: Mapping[str, Any] = {}
+
+
+def _as_group(raw: Any) -> str:
+  """The name of a group; '' for none, of which NaN is one in tables. 1.0 is the group 1."""
+  if isinstance(raw, float):
+    raw = None if math.isnan(raw) else int(raw) if raw.is_integer() else raw
+  return '' if raw is None else str(raw).strip()

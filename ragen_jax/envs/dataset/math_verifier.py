@@ -17,6 +17,8 @@ from ragen_jax.utils.errors import one_line, short
 from ragen_jax.utils.threads import Fault
 
 _MEMORY_MIB = 2048  # of one process; sympy needs about 150
+# An answer that takes the package too long, such as 9^{9^9}. No fault, which a policy would choose to escape a verdict.
+_SLOW = Verdict(0.0, {'unreadable': 1.0}, 'timeout')
 _LONGEST = 2000  # characters of an answer that is parsed
 
 
@@ -25,6 +27,7 @@ _EQUAL = re.compile(r'(?<![<>!:])=')
 _RELATION = re.compile(
   r'[≠≈≡⇒→]|!=|\\(?:ne|neq|approx|equiv|sim|simeq|to|implies|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])'
 )
+_LETTERS = re.compile('[A-Z]{3,}')
 # What belongs to the expression in a box of a worked solution.
 _BEFORE_BOX = re.compile(r'[-+*/\d][\s$({]*\\f?box')
 # What an answer may be equal to: an unknown or a function, as in 'x=', 'a_1=' and 'f(x)='.
@@ -80,7 +83,8 @@ class Math(Verifier):
   3. Other expressions are equal if math-verify says so. An answer with several expressions between dollars is refused,
      and so is one that equates expressions, such as 'a=b', or has words or signs around its box that change it.
 
-  The time limit holds for each answer of step 3. An answer over it is a fault.
+  The limits of time and memory hold for each answer of step 3. An answer beyond them is not right if its gold is read
+  within them; otherwise it is a fault.
   """
 
   answer_help = 'Your answer is a number or an expression, in LaTeX where it needs it, and nothing else.'
@@ -153,6 +157,11 @@ class Math(Verifier):
         results = [(None, Fault(f'verifier raised {type(e).__name__}', one_line(e, str)))] * len(asked)
       for i, (equal, fault) in zip(asked, results, strict=True):
         found[i] = fault or self._verdict(equal, asked[i][0])
+      late = [i for i in asked if isinstance(found[i], Fault) and found[i].kind.startswith('is_equal ')]
+      if late:  # the answer's doing, or the machine's?
+        golds = self._processes.map('can_read', [(asked[i][0],) for i in late], timeout_s=self._timeout_s)
+        for i, (is_read, fault) in zip(late, golds, strict=True):
+          found[i] = _SLOW if is_read and fault is None else found[i]
     return found
 
   def _without_process(self, answer: str, item: Item) -> Verdict | None:
@@ -163,7 +172,10 @@ class Math(Verifier):
       if given is None:
         return UNREADABLE
       return RIGHT if is_equal(given, number) else WRONG
-    return RIGHT if squeezed(answer) == squeezed(text) else None
+    if squeezed(answer) == squeezed(text):
+      return RIGHT
+    # Of letters, such as an order of runners, math-verify would compare the product.
+    return WRONG if _LETTERS.fullmatch(text) and _LETTERS.fullmatch(answer.strip()) else None
 
   def _verdict(self, equal: Any, gold: str) -> Verdict | Fault:
     if equal is None:

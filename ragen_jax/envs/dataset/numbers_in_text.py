@@ -23,11 +23,25 @@ _DEGREES = re.compile(r'\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])')
 _DELIMITERS = re.compile(r'\\[()\[\]]')
 _PART = r'\s*([+-]?\d[\d,]*(?:\.\d+)?)\s*'
 _FRACTION = re.compile(rf'\\[dtc]?frac\s*(?:\{{{_PART}\}}|(\d))\s*(?:\{{{_PART}\}}|(\d))')
+# A pair or an interval whose second number has three digits, or a number with a thousands comma: not read.
+_PAIR = re.compile(r'[(\[]\s*[+-]?\d{1,3}(?:\s*,\s*\d{3})+(?:\.\d+)?\s*(?:\\right)?\s*[)\]]', re.ASCII)
+# Powers of a unit of length: 5 m², 12 cm^2.
+_SQUARE = re.compile(
+  r'(?<=\d)(\s*(?:[mckd]?m|in|ft|yd|mi|units?|inch(?:es)?|feet|yards?|miles?|met(?:er|re)s?))'
+  r'\s*(?:²|³|\^\s*\{?[23]\}?)',
+  re.ASCII | re.IGNORECASE,
+)
+# Words that follow a number and do not change it, although they do elsewhere.
+_AFTER_NUMBER = re.compile(
+  r'\bleft[ -]?over\b|(?<=\d\s)times(?=\s*\.?\s*$)|'
+  r'(?<=\d\s)different(?!\s+(?:from|than|to)\b)(?=\s+[^\W\d_]{2})',
+  re.IGNORECASE,
+)
 # Other signs for minus, and forms of /, % and $.
 _PLAIN = str.maketrans(dict.fromkeys('\u2212\u2013\ufe63\uff0d', '-') | {'\u2044': '/', '\uff05': '%', '\uff04': '$'})
 
 _CURRENCY = '$€£¥₹'
-_WHOLE = r'(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)'
+_WHOLE = r'(?:[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|\d+)'
 _DECIMAL = rf'(?:{_WHOLE}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{{1,3}}(?!\d))?'
 _NUMBER = re.compile(
   rf'(?:(?P<sign>[+-])(?P<space>[ \t]*))?(?:[{_CURRENCY}]\s*(?P<inner>-)?)?'
@@ -57,7 +71,7 @@ _CHANGING = re.compile(
 )
 _HARMLESS = set(' \t\n.,:;=?\'"\u2018\u2019\u201c\u201d()[]{}#°-/' + _CURRENCY)
 # A hyphen or a slash inside a word or a unit; any other is a sign.
-_INSIDE_WORDS = re.compile(r'(?<=[^\W\d_]{2})-(?=[^\W\d_]{2})|(?<=[^\W\d_])/(?=[^\W\d_])')
+_INSIDE_WORDS = re.compile(r'(?<=[^\W\d_]{2})-(?=[^\W\d_]{2})|(?<=[^\W\d_])/(?=[^\W\d_])|^/(?=[^\W\d_]{3})')
 # A number without a sign that is alone in brackets, but is no argument, as in f(3).
 _ALONE = rf'\s*((?:[{_CURRENCY}]\s*)?{_DECIMAL}(?:\s*/\s*{_DECIMAL})?(?:\s*%)?)\s*'
 _IN_BRACKETS = re.compile(rf'(?<![\w.)\]}}])(?:\({_ALONE}\)|\{{{_ALONE}\}})', re.ASCII)
@@ -70,10 +84,12 @@ class Number:
   Attributes:
     value: without the sign for percent: 50 for '50%'.
     percent: whether a sign for percent follows.
+    undone: whether it is a division that gives a whole number: '36/2'.
   """
 
   value: Fraction
   percent: bool = False
+  undone: bool = False
 
 
 def read_number(text: str) -> Number | None:
@@ -82,7 +98,7 @@ def read_number(text: str) -> Number | None:
   Read are signs, thousands commas, decimals, exponents, fractions ('3/4', '1 1/2', LaTeX), a currency, a sign for
   percent, a unit, words around the number, and brackets or a LaTeX box. A sign in front of those belongs to the number.
   """
-  if len(text) > _LONGEST:
+  if len(text) > _LONGEST or _PAIR.search(text):
     return None
   text = _clean(text)
   if text is None or any(c.isnumeric() and not c.isascii() for c in text):
@@ -123,6 +139,7 @@ def _clean(text: str) -> str | None:
   text = _DEGREES.sub('°', _DELIMITERS.sub(' ', _WORDS_OF_LATEX.sub(r' \1 ', text)))
   text = _FRACTION.sub(lambda m: f' {m[1] or m[2]}/{m[3] or m[4]} ', text)
   text = re.sub(r'\s*\bper\s?cent\b', '%', text, flags=re.IGNORECASE)
+  text = _AFTER_NUMBER.sub(' ', _SQUARE.sub(r'\1', text))
   text = re.sub(r'\*\*|__|`', ' ', text)
   return None if '\\' in text else _without_brackets(text)
 
@@ -179,7 +196,8 @@ def _value(match: re.Match[str]) -> Number | None:
       return None
     top /= bottom
   negative = (match['sign'] == '-') != (match['inner'] == '-')
-  return Number(-(whole + top) if negative else whole + top, bool(match['percent']))
+  undone = bool(match['bottom']) and bottom != 1 and top.denominator == 1
+  return Number(-(whole + top) if negative else whole + top, bool(match['percent']), undone)
 
 
 def number_of(value: Any) -> Number | None:
@@ -203,11 +221,15 @@ def _boxed_number(text: str) -> Number | None:
 def is_equal(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:
   """Whether two numbers are equal.
 
-  If just one of them has a sign for percent, 50% equals both 50, where the question asks for percent, and 0.5.
+  If just one of them has a sign for percent, 50% equals both 50, where the question asks for percent, and 0.5. An
+  answer that leaves a division undone, which the question may contain ('144 eggs in boxes of 12'), equals only such a
+  gold.
 
   Args:
     tolerance: largest difference, as a share of the gold's magnitude.
   """
+  if answer.undone and not gold.undone:
+    return False
   pairs = [(answer.value, gold.value)]
   if answer.percent != gold.percent:
     pairs.append((answer.value / (100 if answer.percent else 1), gold.value / (100 if gold.percent else 1)))

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 FAILURES = ('wrong', 'timeout', 'memory', 'output', 'crash', 'forged', 'no_verdict', 'no_program')
 # After these the remaining tests are not run: each would take as long.
 _COSTLY = ('timeout', 'memory', 'output')
-_PYTHON = ('', 'python', 'python3', 'py', 'py3')
+_PYTHON = ('python', 'python3', 'py', 'py3')
 _FENCE = re.compile(r'(\s*)(`{3,}|~{3,})\s*([^\s`]*)[^`]*')
 # docs/programs.md describes them.
 _OPTIONS: Mapping[str, Any] = {
@@ -62,9 +62,10 @@ _OPTIONS: Mapping[str, Any] = {
 
 
 def find_program(answer: str) -> str:
-  """The program in an answer: its last fenced block in Python or without a language, or the whole text; '' for none.
+  """The program in an answer: its last fenced block in Python, or without one the whole text; '' for none.
 
-  A block that is not closed ends with the answer. Blocks in other languages are skipped if there is any in Python.
+  Without a block that names Python it is the last one without a language, which may show an output otherwise, and
+  without these the last one in another language. A block that is not closed ends with the answer.
   """
   blocks: list[tuple[str, list[str]]] = []
   fence, indent = '', 0
@@ -78,7 +79,8 @@ def find_program(answer: str) -> str:
     elif match:
       indent, fence = len(match[1]), match[2]
       blocks.append((match[3].lower(), []))
-  chosen = [lines for language, lines in blocks if language in _PYTHON] or [lines for _, lines in blocks]
+  found = ([lines for language, lines in blocks if language in names] for names in (_PYTHON, ('',)))
+  chosen = next(filter(None, found), [lines for _, lines in blocks])
   program = '\n'.join(chosen[-1]) if chosen else answer
   return f'{program}\n' if program.strip() else ''
 

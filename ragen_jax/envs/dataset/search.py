@@ -284,7 +284,8 @@ def _read_hits(hits: Any, top_k: int) -> list[str] | Fault:
     contents = document.get('contents', document.get('content')) if isinstance(document, dict) else None
     if not isinstance(contents, str):
       return Fault('search answered a passage without text', short(hit))
-    score = hit.get('score', 0.0)
+    score = hit.get('score')
+    score = 0.0 if score is None else score
     if not is_number(score) or score != score:
       return Fault('search answered a score that is no number', short(score))
     title = document.get('title', '')

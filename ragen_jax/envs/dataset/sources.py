@@ -163,7 +163,12 @@ def _read_array(file: Any, where: str) -> Iterator[Row]:
       if not more():
         return ''
 
+  def end_of_file() -> None:
+    if rest := skip(''):
+      raise ValueError(f'{where}: after the array comes {rest!r}; allowed: the end of the file')
+
   if skip(']') == ']':
+    end_of_file()
     return
   while True:
     skip('')
@@ -181,6 +186,7 @@ def _read_array(file: Any, where: str) -> Iterator[Row]:
     yield _object(row, f'{where}: item {number}')
     after = skip(',]')
     if after == ']':
+      end_of_file()
       return
     if after != ',':
       raise ValueError(f'{where}: after item {number} comes {after!r}; allowed: a comma or ]')

@@ -123,7 +123,7 @@ _NAMED = re.compile(r"(?<![^\W_])([A-Z])(?![^\W_]|['\u2019][a-z])")
 _AFTER_A_WORD = re.compile(r'\s+(?!(?:and|or|is|are|as|because|but)\b)[^\W\d_A-Z]')
 # A letter in lower case, not of a contraction ("I'd") or an abbreviation ('e.g.').
 _SMALL_LETTER = re.compile(r"(?<![^\W_])(?<!['\u2019.])([a-z])(?![^\W_]|['\u2019.][a-z])")
-_DENIAL = re.compile(r"\b(?:not|never|neither|nor|no|but|except|cannot|\w+n['\u2019]t)\b", re.IGNORECASE)
+_DENIAL = re.compile(r"\b(?:not|never|neither|nor|no|but|except|other\s+than|cannot|\w+n['\u2019]t)\b", re.IGNORECASE)
 
 
 def letter(index: int) -> str:
@@ -193,8 +193,16 @@ def _is_word(text: str, match: re.Match[str]) -> bool:
 
 def _mentioned(text: str, choices: Sequence[str]) -> set[int]:
   """The choices whose texts stand in a text as whole words, without those that are a part of a longer one."""
-  found = {i for i, choice in enumerate(choices) if choice and re.search(rf'(?<!\w){re.escape(choice)}(?!\w)', text)}
+  found = {i for i, choice in enumerate(choices) if choice and _stands_in(choice, text)}
   return {i for i in found if not any(i != j and choices[i] in choices[j] for j in found)}
+
+
+def _stands_in(choice: str, text: str) -> bool:
+  """Whether a choice stands in a text as whole words; if it begins with a number, the text has this number only."""
+  if not re.search(rf'(?<!\w){re.escape(choice)}(?!\w|\s*[\^*/])', text):
+    return False
+  number = read_number(choice) if re.match(r'\W{0,2}\d', choice) else None
+  return number is None or read_number(text) == number
 
 
 class Choice(Verifier):
@@ -215,7 +223,7 @@ class Choice(Verifier):
   def read_gold(self, raw: Any, row: Mapping[str, Any]) -> int:
     """The index of the right choice."""
     choices, labels = row.get('choices'), row.get('choice_labels')
-    if not choices:
+    if not choices or labels is None:  # a field of the data, which `fields` does not name
       raise ValueError('verifier choice needs choices; fields.choices must name the field that has them')
     text = str(raw).strip() if isinstance(raw, str | int) and not isinstance(raw, bool) else ''
     letters = [letter(i) for i in range(len(choices))]

@@ -47,7 +47,7 @@ _FARTHEST = 1e7  # sides of the canvas
 _INHERITED = {
   'fill': 'black', 'stroke': 'none', 'stroke-width': '1', 'fill-opacity': '1', 'stroke-opacity': '1',
   'fill-rule': 'nonzero', 'stroke-linejoin': 'miter', 'stroke-linecap': 'butt', 'stroke-miterlimit': '4',
-  'visibility': 'visible', 'stroke-dasharray': 'none',
+  'visibility': 'visible', 'stroke-dasharray': 'none', 'color': 'black',
 }  # fmt: skip
 _OWN = {'opacity': '1', 'display': 'inline', 'clip-path': 'none', 'mask': 'none', 'filter': 'none', 'transform': ''}
 _WORDS = {
@@ -236,12 +236,12 @@ class _Reader:
   ) -> list[Mark]:
     """What fills some outlines, and the strokes of outlines."""
     marks = []
-    fill = read_colour(properties['fill'], 'fill')
+    fill = self._paint(properties, 'fill')
     opacity = read_share(properties['fill-opacity'], 'fill-opacity')
     if fill is not None:
       polygons = [outline.points[None] for outline in filled]
       marks.append(self._mark(polygons, matrix, fill, opacity, properties['fill-rule'] == 'evenodd'))
-    line = read_colour(properties['stroke'], 'stroke')
+    line = self._paint(properties, 'stroke')
     width = read_length(properties['stroke-width'], 'stroke-width', _diagonal(self._whole))
     opacity = read_share(properties['stroke-opacity'], 'stroke-opacity')
     limit = read_length(properties['stroke-miterlimit'], 'stroke-miterlimit', 1.0)
@@ -249,6 +249,11 @@ class _Reader:
       join, cap = properties['stroke-linejoin'], properties['stroke-linecap']
       marks.append(self._mark(shapes.stroke(outlines, width, join, cap, limit), matrix, line, opacity, False))
     return [mark for mark in marks if len(mark.edges)]
+
+  def _paint(self, properties: Mapping[str, str], name: str) -> Colour | None:
+    """The colour of a paint; None for 'none'."""
+    name = 'color' if properties[name].strip().lower() == 'currentcolor' else name
+    return read_colour(properties[name], name)
 
   def _mark(
     self, polygons: list[np.ndarray], matrix: np.ndarray, paint: Colour, opacity: float, even_odd: bool
@@ -320,7 +325,10 @@ def _outlines(name: str, attributes: Mapping[str, str], whole: tuple[float, floa
     r = length('r', _diagonal(whole))
     return shapes.ellipse(length('cx', wide), length('cy', high), r, r)
   if name == 'ellipse':
-    return shapes.ellipse(length('cx', wide), length('cy', high), length('rx', wide), length('ry', high))
+    rx, ry = (None if attributes.get(key) == 'auto' else attributes.get(key) for key in ('rx', 'ry'))
+    x = read_length(ry or '0' if rx is None else rx, 'ellipse: rx', wide)
+    y = read_length(rx or '0' if ry is None else ry, 'ellipse: ry', high)
+    return shapes.ellipse(length('cx', wide), length('cy', high), x, y)
   if name == 'line':
     ends = [length('x1', wide), length('y1', high), length('x2', wide), length('y2', high)]
     return shapes.polygon(ends, False, name)

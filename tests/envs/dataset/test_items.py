@@ -36,7 +36,7 @@ def test_without_a_group_an_item_is_its_question(tmp_path):
   assert a.id == b.id == digest('Why?') != c.id
 
 
-@pytest.mark.parametrize('group', [None, '', ' '])
+@pytest.mark.parametrize('group', [None, '', ' ', math.nan])
 def test_rows_without_a_group_are_groups_of_their_own(tmp_path, group):
   rows = [{'question': q, 'answer': 'x', 'group': group} for q in ('Why?', 'Why not?')]
   rows += [{'question': 'How?', 'answer': 'x', 'group': g} for g in (0, False, 'None')]
@@ -185,6 +185,25 @@ def test_the_parts_of_a_split_share_no_group_and_have_all_items(tmp_path_factory
     train, test = parts
     assert not {item.id for item in train} & {item.id for item in test}
     assert len(train) + len(test) == len(rows) == len(make(path=path).items)
+
+
+def test_a_group_is_one_number_in_both_forms(tmp_path):
+  items = items_of(
+    tmp_path, [{'question': f'{g}?', 'answer': 'x', 'group': g} for g in (1, 1.0, '1', 1.5)], fields={'group': 'group'}
+  )
+  assert len({item.id for item in items[:3]}) == 1 and items[3].id != items[0].id
+
+
+def test_questions_in_both_parts_of_a_split_are_reported(tmp_path, caplog):
+  rows = [{'question': f'{i % 20}?', 'answer': 'x', 'group': i} for i in range(40)]
+  path = write_lines(tmp_path / 'q.jsonl', rows)
+  fields, message = {'group': 'group'}, 'questions are in both parts of the split, in different groups (fields.group)'
+  train, test = (make(path=path, split=split, test_share=0.5, fields=fields).items for split in ('train', 'test'))
+  both = {item.question for item in train} & {item.question for item in test}
+  assert 0 < len(both) < 20 and [f'{len(both)} {message}' in r.getMessage() for r in caplog.records].count(True) == 2
+  caplog.clear()
+  assert make(path=path, fields=fields).items and make(path=path, split='test', test_share=0.5).items
+  assert message not in caplog.text
 
 
 def test_equal_options_share_their_items_until_the_file_changes(tmp_path):

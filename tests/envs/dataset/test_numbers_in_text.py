@@ -32,10 +32,21 @@ from tests.support.datasets import untimed
     ('-((18))', -18), ('$-$18', -18), ('-(1/2)', Fraction(-1, 2)), (r'-\boxed{\frac{1}{2}}', Fraction(-1, 2)),
     (r'\boxed{-18}', -18), ('The well-known answer is (18)', 18), ('{18}', 18),
     ('18 km/h per car', 18), ('**-18**', -18), ('The grand total is 18', 18),
+    ('$20/hour', 20), ('20/day', 20), ('5 m²', 5), ('12 cm^2', 12), ('12 square feet', 12), ('18 apples left over', 18),
+    ('18 different shirts', 18), ('10 times', 10), ('He did it 10 times.', 10), (r'\boxed{1,000}', 1000),
   ],
 )  # fmt: skip
 def test_one_number_is_read(text, value):
   assert read_number(text) == Number(Fraction(value))
+
+
+@pytest.mark.parametrize('text', ['36/2', '36.0/2', r'\frac{36}{2}', '-(36/2)', '0/5'])
+def test_a_division_that_is_left_undone_is_no_answer_unless_it_is_the_gold(text):
+  number = read_number(text)
+  assert number is not None and number.undone and is_equal(number, number)
+  assert not is_equal(number, number_of(str(number.value)))
+  for done in ('2/4', '18', '18/1', '1 1/2', '0.5'):
+    assert not read_number(done).undone and is_equal(read_number(done), read_number(done))
 
 
 @pytest.mark.parametrize('text', ['50%', '50 %', r'50\%', '50 percent', '50 per cent', '50\uff05', 'It is 50%.'])
@@ -57,6 +68,8 @@ def test_a_sign_for_percent_is_read(text):
     '(-)18', '- "18"', '-"18"', '-[18]', '-=18', '-#18', '-(-18)', '{-}18', '-x = 18', '-\n18', '-: 18', '-$ $18',
     r'{-}\boxed{18}', r'-"\boxed{18}"', r'--\boxed{18}', r'\boxed{-}18',
     r'not \boxed{18}', r'2\boxed{18}', r'\boxed{18} or 17', r'\boxed{18}2', r'\boxed{18}k', r'\boxed{18}!',
+    '(5,100)', '[0,100]', '(0, 500]', r'\left(2,125\right)', '(1,200,300)', '0,500', r'\boxed{(5,100)}', '20/x',
+    '10 times 3', '10 times the price', '3 x²', '18 different from 17', '18 is different',
     r'1/\boxed{18}', r'f\boxed{18}', r'Since 17 + 1 = 18, we have $\boxed{18}$.', r'17, \boxed{18}', r'x\boxed{18}',
     r'\boxed{18}^2', r'\boxed{18}/x', 'x/18', '(18)/x', '(18)x', '18-x', '18 - x', '1 (1/2)', '"18"k', '"18" k',
     "doesn't equal 18", 'doesn\u2019t equal 18', 'doesn`t equal 18', 'doesnt equal 18',

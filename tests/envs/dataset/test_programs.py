@@ -64,6 +64,8 @@ def grade(program: str, of, **options) -> Verdict:
     ('First:\n```\nprint(1)\n```\nBetter:\n```py\nprint(2)\n\n```\nDone.', 'print(2)\n\n'),
     ('```python\nprint(1)\n```\nIt prints\n```text\n1\n```', 'print(1)\n'),
     ('```cpp\nint x;\n```', 'int x;\n'),
+    ('```python\nprint(3)\n```\nOutput:\n```\n3\n```', 'print(3)\n'),
+    ('```\nprint(1)\n```\n```\nprint(2)\n```\n```text\n2\n```', 'print(2)\n'),
     ('```Python3\nprint("""\n````\n""")\n```', None),
     ('````python\nprint("```")\nx = """\n```\n"""\n````', 'print("```")\nx = """\n```\n"""\n'),
     ('~~~\nprint(1)\n~~~', 'print(1)\n'),

@@ -74,6 +74,8 @@ def test_an_array_is_read_in_parts_of_any_size(tmp_path_factory, rows, indent, a
     ('a.json', b'[{"a": 1} \n', "after item 1 comes ''; allowed: a comma"),
     ('a.json', b'[{"a": 1} {"a": 2}]', "after item 1 comes '{'; allowed: a comma"),
     ('a.json', b'[{"a": 1}, ', r'item 2 is no JSON \('),
+    ('a.json', b'[{"a": 1}]\n[{"a": 2}]', "after the array comes '\\['; allowed: the end of the file"),
+    ('a.json', b'[] x', "after the array comes 'x'; allowed: the end of the file"),
     ('a.json', b'[1, 2]', 'item 1 is 1; allowed: an object'),
     ('a.json', b'[{"a": "\xff"}]', r'is not UTF-8 text, byte'),
     ('a.json', b'{"a": [1, 2], "b": [1]}', r"an object with the fields \['a', 'b'\]; allowed: .* arrays of one length"),

@@ -87,6 +87,12 @@ def test_choices_that_deny_are_read(answer, index):
 def test_a_choice_of_numbers_and_of_letters():
   assert read_choice('C. 12', ('5', '7', '12')) == 2 and read_choice('C. 5', ('5', '7', '12')) is None
   assert read_choice('7', ('5', '7', '12')) == 1 and read_choice('17', ('5', '7', '12')) is None
+  assert read_choice('It is $5.', ('$5', '$6')) == 0 and read_choice('The answer is 7 km', ('5 km', '7 km')) == 1
+  for answer in ('It is -2', 'It is 2.5', 'It is 0.2', 'It is 1/2', 'It is 2 million', 'It is 3 - 2'):
+    assert read_choice(answer, ('2', '3')) is None
+  assert read_choice('It is 1,200', ('200', '300')) is None and read_choice('So -$5', ('$5', '$6')) is None
+  assert read_choice('It is x^2', ('x', 'y')) is None and read_choice('It is x.', ('x', 'y')) == 0
+  assert read_choice('anything other than Rome', ('Rome', 'Paris')) is None
   assert read_choice('B', ('B', 'A')) == 1, 'a letter is a letter'
   assert read_choice('Same', ('same', 'Same ', 'x')) is None, 'two choices of one text'
 
@@ -126,6 +132,7 @@ def test_golds_of_labelled_choices():
   ('gold', 'row', 'message'),
   [
     ('C', {}, 'fields.choices must name the field'),
+    ('C', {'choices': CITIES}, 'fields.choices must name the field'),  # of the data
     ('E', {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'a letter from A to D, an index from 0, or the text'),
     (4, {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'allowed: a letter from A to D'),
     (-1, {'choices': CITIES, 'choice_labels': tuple('ABCD')}, 'allowed: a letter from A to D'),
