@@ -36,6 +36,7 @@ from ragen_jax.runs.interrupt import Interrupt
 from ragen_jax.runs.profile import Profile
 from ragen_jax.runs.staging import StagedWorkdir
 from ragen_jax.runs.summary import summarize
+from ragen_jax.runs.trackers import forget_run
 from ragen_jax.runs.workdir import need_disk, open_workdir, record_config, set_store_aside
 from ragen_jax.training import memory
 from ragen_jax.training.run import Iteration, open_run
@@ -139,6 +140,12 @@ def _iterate(
       state = run.finish_iteration(state, iteration, evaluation, verdict)
 
 
+def _begin_anew(workdir: str | StagedWorkdir) -> None:
+  """Sets aside what belongs to an earlier run of the workdir, with another config."""
+  set_store_aside(workdir)
+  forget_run(workdir)
+
+
 @contextlib.contextmanager
 def _claim(config: ConfigDict, workdir: str) -> Iterator[str | StagedWorkdir]:
   """Context manager: checks the config, locks the workdir for this process, and records the config in it."""
@@ -156,6 +163,6 @@ def _claim(config: ConfigDict, workdir: str) -> Iterator[str | StagedWorkdir]:
         need_disk(workdir, 'the store of agent programs (tags of the type agent) is a database, which needs a disk')
       place = stack.enter_context(open_workdir(workdir, write=True))
       if processes.is_first():
-        aside = functools.partial(set_store_aside, place)
-        record_config(place, config.to_dict(), *config_fields.free_in_training(config.to_dict()), anew=aside)
+        anew = functools.partial(_begin_anew, place)
+        record_config(place, config.to_dict(), *config_fields.free_in_training(config.to_dict()), anew=anew)
     yield place

@@ -57,6 +57,7 @@ def workdirs(values: flags.FlagValues) -> list[str]:
     given = [f'{default}-sft' if beside else default]
   if not all(given):
     raise UserError('--workdir= is empty; name a directory, or leave the flag out for the default')
+  given = [os.path.expanduser(x) for x in given]  # a shell leaves ~ in quotes as it is
   if values.mode != 'plot':
     if len(given) > 1:
       raise UserError(f'--workdir is given {len(given)} times; only --mode=plot takes several, {values.mode} takes one')

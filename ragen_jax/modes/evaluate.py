@@ -23,6 +23,7 @@ from ragen_jax import build, build_agents
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.endpoint_client import EndpointSettings
 from ragen_jax.agent.endpoint_speaker import EndpointSpeaker
+from ragen_jax.agent.env_manager import EnvStateManager
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.config.checks import check_config, check_eval
 from ragen_jax.evaluation.baselines import EvaluationLevels, evaluation_levels, play_baseline
@@ -41,7 +42,7 @@ from ragen_jax.modes.chosen_checkpoint import compare_with_run, find_step, load_
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.staging import StagedWorkdir, address
-from ragen_jax.runs.workdir import open_workdir
+from ragen_jax.runs.workdir import changed_fields, open_workdir
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import Diverged, UserError
 from ragen_jax.viewer.page import write_page
@@ -75,16 +76,22 @@ def _evaluate(config: ConfigDict, workdir: str | StagedWorkdir, given: bool) -> 
     step = find_step(config, workdir, checkpointer, given)
     warm_start = step is not None and 'data' in checkpointer.meta(step)
     trained_on = [] if step is None else compare_with_run(config, workdir, warm_start=warm_start)
+    if trained_on:
+      _warn_of_other_levels(config, workdir)
     head = _head(config, step, trained_on)
     directory = _make(pathlib.Path(workdir) / 'evaluation')
     use_compilation_cache(config.compilation_cache, workdir)
     rows, records = _play_all(config, checkpointer, step)
   name = free_name(directory, head)  # after playing, because another evaluation may have ended in the meantime
   path = directory / f'{name}.json'
-  content = write_json(path, head, rows)
-  EpisodeWriter(directory / name).write('eval', step or 0, records)
-  page = write_page(directory / name)
-  write_row_events(workdir, name, step or 0, rows)
+  try:
+    content = write_json(path, head, rows)
+    EpisodeWriter(directory / name).write('eval', step or 0, records)
+    page = write_page(directory / name)
+    write_row_events(workdir, name, step or 0, rows)
+  except UserError:
+    _show(config, step, workdir, rows, [])  # what was played is not lost with the disk
+    raise
   paths = [address(path, workdir) for path in (path, page) if path]
   _show(config, step, workdir, rows, paths)
   _check_played(rows)
@@ -96,6 +103,28 @@ def _check_played(rows: list[EvaluationRow]) -> None:
   for row in rows:
     if 'env_errors' in row.metrics and row.metrics['env_errors'].mean == 1:
       raise UserError(f'envs.{row.tag}: the environment failed in all {row.episodes} episodes of {row.policy}')
+
+
+def _warn_of_other_levels(config: ConfigDict, workdir: str | StagedWorkdir) -> None:
+  """Warns if games that the run trained on are evaluated on levels that it did not hold out."""
+  run, own = changed_fields(workdir, config.to_dict())[0], config.copy_and_resolve_references()
+  counted = ('tags', 'groups', 'tag_groups', 'first_level')
+  own.eval.update({name: run['eval'][name] for name in counted})
+  own.envs.update({tag: run['envs'][tag] for tag in run['eval']['tags']})
+  trained = {run['envs'][tag]['type'] for tag in run['train']['tags']}
+  counts = dict(zip(config.eval.tags, build.group_counts(config.eval, 'eval'), strict=True))
+  played = {tag: n for tag, n in counts.items() if config.envs[tag].type in trained}
+  if not played or all(own.eval[name] == config.eval[name] for name in counted):
+    return
+  specs = build.env_specs(config, tuple(played), tuple(played.values()))
+  levels = EnvStateManager(specs, 1).levels_from(config.eval.first_level)
+  others = levels - build.held_out_levels(own)
+  if others:
+    _log.warning(
+      '%d of %d levels are not those that training held out (its eval.first_level=%d, eval.groups=%d): it may have '
+      'played them',
+      len(others), len(levels), own.eval.first_level, own.eval.groups,
+    )  # fmt: skip
 
 
 def _head(config: ConfigDict, step: int | None, trained_on: list[str]) -> dict[str, Any]:
@@ -192,11 +221,13 @@ def _play_baselines(
 
 
 def _make(directory: pathlib.Path) -> pathlib.Path:
-  """Makes the directory of the results, before anything is played."""
+  """Makes the directory of the results, and a file in it, before anything is played."""
   try:
     directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+      pass
   except OSError as e:
-    raise UserError(f'--workdir: {directory} cannot be made: {e.strerror or e}') from e
+    raise UserError(f'--workdir: {directory} cannot be written: {e.strerror or e}') from e
   return directory
 
 

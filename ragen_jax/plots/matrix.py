@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import pathlib
 import re
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from ragen_jax.utils.errors import UserError
+
+_log = logging.getLogger(__name__)
 
 METRIC = 'success'
 VERSION = 1
@@ -43,15 +46,22 @@ class Table:
   own: np.ndarray
 
 
+def _age(path: pathlib.Path) -> tuple[str, int]:
+  """Sorts the files of one name by their numbers: step_7_Bandit.json, step_7_Bandit_2.json, step_7_Bandit_10.json."""
+  name, _, number = path.stem.rpartition('_')
+  return (name, int(number)) if name and number.isdecimal() else (path.stem, 1)
+
+
 def read_evaluations(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
   """File name -> evaluation, for all evaluations of a workdir; UserError if one is damaged or has another version."""
   found = {}
-  for path in sorted((workdir / 'evaluation').glob('*.json')):
+  for path in sorted((workdir / 'evaluation').glob('*.json'), key=_age):
     try:
       evaluation = json.loads(path.read_text(encoding='utf-8'))
       version = evaluation['version']
       if version == VERSION:
         _entries(evaluation, '')
+        _ = (evaluation['checkpoint'] or 0) + 0
     except (OSError, ValueError, KeyError, TypeError) as e:
       raise UserError(f'{path} is not an evaluation of --mode=eval ({type(e).__name__}: {e}); remove it') from e
     if version != VERSION:
@@ -98,14 +108,21 @@ def tables(runs: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> dict[str, T
 
   A run is the label of its curve, and file name -> evaluation. Runs of one curve are averaged. Evaluations of policies
   without training are averaged too, if several runs have them. If several checkpoints of a run were evaluated, the last
-  one is used. A row's name is its training tags, followed by the curve's label if several curves have the same tags.
+  one is used. If evaluations of a cell have different settings, the newest is used, with a warning. A row's name is its
+  training tags, followed by the curve's label if several curves have the same tags.
   """
   cells: dict[tuple, list[_Entry]] = {}  # (kind, row, trained on, sampling, tag) -> one entry a run
   for curve, files in runs:
     own: dict[tuple, _Entry] = {}
-    for evaluation in sorted(files.values(), key=lambda e: -1 if e['checkpoint'] is None else e['checkpoint']):
+    last, sources = max((e['checkpoint'] or 0 for e in files.values()), default=0), {}
+    for name, evaluation in files.items():
+      if evaluation['checkpoint'] not in (None, last):
+        continue
       for e in _entries(evaluation, curve):
-        own[e.kind, e.row, e.trained_on, e.sampling, e.tag] = e
+        key = e.kind, e.row, e.trained_on, e.sampling, e.tag
+        if key in own and own[key] != e:
+          _log.warning('%s: %s of %s replaces that of %s, whose settings differ', curve, e.tag, name, sources[key])
+        own[key], sources[key] = e, name
     for key, e in own.items():
       cells.setdefault(key, []).append(e)
   names = {key[:3]: ' + '.join(key[2]) if key[0] == 'trained' else key[1] for key in cells}

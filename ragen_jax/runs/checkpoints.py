@@ -38,6 +38,7 @@ from ragen_jax.utils.errors import DiskError, StoreAway, UserError, describe_err
 
 _log = logging.getLogger(__name__)
 
+_MANIFEST = 'manifest.ocdbt'  # of Orbax, without which the arrays of a checkpoint cannot be read
 _UNFINISHED = '*.orbax-checkpoint-tmp*'  # Orbax's names of checkpoints that are not finished
 
 
@@ -162,6 +163,8 @@ class Checkpointer:
         self._prepare()
         self._manager.save(step, args=arguments, force=True)
       if jax.process_index() == 0:
+        if not (self.directory / str(step) / 'state' / _MANIFEST).exists():
+          raise OSError(f'Orbax wrote no {_MANIFEST}')
         checksums.write(self.directory / str(step))
     except (OSError, ValueError) as e:
       reason = self._reason(e)

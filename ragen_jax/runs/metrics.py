@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ragen_jax.runs.config_fields import flatten
-from ragen_jax.utils.errors import DiskError, UserError
+from ragen_jax.utils.errors import DiskError, UserError, short
 from ragen_jax.utils.files import encode_png, replace_file
 from ragen_jax.utils.imports import hidden
 
@@ -303,6 +303,8 @@ def _parse(path: pathlib.Path) -> list[tuple[dict[str, Any], str]]:
       row = json.loads(line)
       if not isinstance(row, dict) or not isinstance(row.get('step'), int):
         raise ValueError('no step')
+      if texts := [x for x in row.values() if isinstance(x, str) and x not in _NOT_FINITE]:
+        raise ValueError(f'{short(texts[0])} is no number')
     except ValueError as e:
       if number < len(lines):
         raise UserError(f'line {number} of {path} is damaged ({e}); remove it or choose another --workdir') from e

@@ -144,6 +144,12 @@ class Tracker:
     replace_file(self._workdir / _RECORD, json.dumps(record) + '\n')
 
 
+def forget_run(workdir: str | os.PathLike[str]) -> None:
+  """Removes the record of the tracker's run, so that the run of `workdir` that begins anew gets one of its own."""
+  with contextlib.suppress(OSError):
+    (pathlib.Path(workdir) / _RECORD).unlink()
+
+
 @contextlib.contextmanager
 def open_tracker(
   settings: TrackerSettings, workdir: str | os.PathLike[str], config: dict[str, Any], start_step: int, *, enabled: bool

@@ -50,10 +50,18 @@ def open_workdir(workdir: str, *, write: bool) -> Iterator[str | StagedWorkdir]:
     with staged(open_store(workdir), write=write, first=first) as copy:
       yield copy
   elif write and first:
+    _check_name(workdir)
     with workdir_lock(workdir):
       yield workdir
   else:
     yield workdir
+
+
+def _check_name(workdir: str) -> None:
+  """Raises UserError for a path that Orbax would read as a pattern: its checkpoints below it cannot be restored."""
+  path = os.path.abspath(workdir)
+  if found := [x for x in '[]*?\\' if x in path]:
+    raise UserError(f'--workdir={workdir}: no checkpoint can be saved below a path with {found[0]}; choose another one')
 
 
 def need_disk(workdir: str, reason: str) -> None:
@@ -168,7 +176,7 @@ def changed_fields(
   """
   path = pathlib.Path(workdir) / 'config.json'
   try:
-    old_text = path.read_text()
+    old_text = path.read_text(errors='replace')
   except OSError as e:
     raise UserError(f'workdir {workdir} holds no run: {path} cannot be read ({e.strerror})') from e
   changed = _differences(path, old_text, json.dumps(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pathlib
@@ -31,6 +32,8 @@ def replace_file(
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
   except OSError as e:
+    with contextlib.suppress(OSError):
+      temporary.unlink(missing_ok=True)
     raise DiskError(f'{error or f"{path} was not written"}: {e.strerror or e}') from e
 
 

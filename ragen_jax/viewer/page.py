@@ -51,7 +51,7 @@ def write_page(workdir: str | os.PathLike[str], max_bytes: int | None = MAX_BYTE
   data = {'run': pathlib.Path(workdir).resolve().name, 'episodes': episodes, 'files': files, 'pictures': [*pictures]}
   if len(steps) < len(sizes):
     data['partial'] = {'steps': len(steps), 'of': len(sizes)}
-  replace_file(path, _page(data, details))
+  replace_file(path, _page(data, details), many_writers=True)  # a run, and --mode=view beside it
   return str(path)
 
 
