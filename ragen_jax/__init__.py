@@ -24,6 +24,7 @@ if TYPE_CHECKING:
   from ragen_jax.build import make_evaluator, make_trainer
   from ragen_jax.envs import Budget, Environment, TextEnvironment
   from ragen_jax.evaluation.evaluator import Evaluator
+  from ragen_jax.modes.chosen_checkpoint import load_checkpoint
   from ragen_jax.train import train_and_evaluate
   from ragen_jax.training.state import TrainState
   from ragen_jax.training.trainer import Trainer
@@ -47,6 +48,7 @@ __all__ = [
   'TrainState',
   'Trainer',
   'UserError',
+  'load_checkpoint',
   'load_config',
   'load_policy',
   'make_env',
@@ -64,6 +66,7 @@ _MODULES = {
   'TrainState': 'training.state',
   'Trainer': 'training.trainer',
   'UserError': 'utils.errors',
+  'load_checkpoint': 'modes.chosen_checkpoint',
   'load_config': 'api',
   'load_policy': 'api',
   'make_env': 'api',

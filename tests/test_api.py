@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 import ragen_jax
@@ -188,6 +189,12 @@ def test_ten_lines_build_environment_model_and_trainer(in_the_repository, monkey
     exec(block, names)
   assert (before.iteration, names['state'].iteration) == (1, 2) and names['rollout'].episodes[0].tag == 'IcyLake'
   assert 0 <= names['evaluation'].metrics['val-env/IcyLake/optimal'] <= 1
+  advantages = [line for line in _block('batch.replace').splitlines()]
+  exec('import numpy as np\n' + '\n'.join(advantages), names)
+  batch = names['batch']
+  scores = np.asarray(names['rollout'].scores)
+  expected = np.where(batch.trained, (scores - scores.mean())[:, None], 0)
+  np.testing.assert_allclose(batch.advantages, expected, rtol=0, atol=1e-6)
   # What main.py calls, and other tests run.
   started = []
   monkeypatch.setattr(train, 'train_and_evaluate', lambda *a: started.append(a) or names['evaluation'].metrics)
@@ -209,4 +216,4 @@ def test_environments_of_a_users_own(in_the_repository):
   assert config.train.tags == config.eval.tags == ('Corridor', 'Guess')
   assert config.envs.Corridor.type == 'my_games.corridor:Corridor' and config.envs.Corridor.length == 6
   assert config.envs.Guess.options.largest == 20 and config.envs.Guess.max_turns == 3
-  assert len(BLOCKS) == 6
+  assert len(BLOCKS) == 8

@@ -14,10 +14,12 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.agent.language_model import LanguageModel, param_state
+from ragen_jax.config.checks import check_config
 from ragen_jax.models.checkpoint.export import choose_step, restore_params
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import fields_of
 from ragen_jax.runs.workdir import changed_fields
+from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -76,3 +78,21 @@ def load_weights(config: ConfigDict, checkpointer: Checkpointer, step: int | Non
   return policy, param_state(policy.model) if step is None else restore_params(
     checkpointer, policy.model, policy.mesh, step
   )
+
+
+def load_checkpoint(config: ConfigDict, workdir: str, step: str = 'latest') -> tuple[LanguageModel, Any]:
+  """Loads the language model of a run, and its weights at a checkpoint, which an `Evaluator` takes.
+
+  Args:
+    config: that of the run; only `model` and `lora` must be equal.
+    workdir: the run's directory.
+    step: 'latest', 'best' by held-out success, or the number of an iteration.
+
+  Raises:
+    UserError: the config cannot be run, there is no such checkpoint, or it is of another model.
+  """
+  check_config(config)
+  with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
+    number = choose_step(checkpointer, str(step), 'step')
+    compare_with_run(config, workdir)
+    return load_weights(config, checkpointer, number)

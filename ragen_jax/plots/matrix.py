@@ -117,6 +117,7 @@ def tables(runs: Sequence[tuple[str, dict[str, dict[str, Any]]]]) -> dict[str, T
     last, sources = max((e['checkpoint'] or 0 for e in files.values()), default=0), {}
     for name, evaluation in files.items():
       if evaluation['checkpoint'] not in (None, last):
+        _log.warning('%s: %s is left out: the last checkpoint with an evaluation is %d', curve, name, last)
         continue
       for e in _entries(evaluation, curve):
         key = e.kind, e.row, e.trained_on, e.sampling, e.tag

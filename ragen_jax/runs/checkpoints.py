@@ -155,16 +155,15 @@ class Checkpointer:
   def _write(self, step: int, arguments: ocp.args.Composite) -> str | None:
     """Writes a checkpoint and its checksums where Orbax writes, and deletes older ones.
 
-    Returns what failed after the checkpoint was written; None if nothing failed. Raises OSError or ValueError if the
-    checkpoint was not written.
+    Returns what failed after the checkpoint was written; None if nothing failed. Raises OSError, ValueError or
+    UserError if the checkpoint was not written.
     """
     try:
       with _without_orbax_tracebacks():
         self._prepare()
         self._manager.save(step, args=arguments, force=True)
       if jax.process_index() == 0:
-        if not (self.directory / str(step) / 'state' / _MANIFEST).exists():
-          raise OSError(f'Orbax wrote no {_MANIFEST}')
+        self._check_written(step)
         checksums.write(self.directory / str(step))
     except (OSError, ValueError) as e:
       reason = self._reason(e)
@@ -172,6 +171,14 @@ class Checkpointer:
         raise
       return reason
     return None
+
+  def _check_written(self, step: int) -> None:
+    """Raises UserError, and removes the checkpoint, if Orbax has left it without what it reads it by."""
+    directory = self.directory / str(step)
+    if not (directory / 'state' / _MANIFEST).exists():
+      directory.rmtree()
+      self._manager.reload()
+      raise UserError(f'checkpoint of step {step} was not saved in {self._shown}: Orbax wrote no {_MANIFEST}')
 
   def amend(self, meta: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Replaces `meta` and the metrics of the last checkpoint, whose arrays stay; arguments as for `save`.

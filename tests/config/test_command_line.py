@@ -153,6 +153,13 @@ def test_workdirs_and_outputs_that_a_mode_does_not_take(arguments, message):
     command_line.workdirs(values)
 
 
+def test_a_tilde_that_the_shell_left_is_the_home_directory(monkeypatch):
+  monkeypatch.setenv('HOME', '/home/me')
+  values = _flags()
+  values(['main.py', f'--config={ROOT}/configs/frozenlake_ppo.py', '--workdir=~/runs/a'])
+  assert command_line.workdirs(values) == ['/home/me/runs/a']
+
+
 def test_help_lists_the_modes_and_the_shipped_configs():
   result = copy_main('--help')
   assert result.returncode == 0 and result.stderr == ''

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import ragen_jax
 from ragen_jax import build
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.evaluation.evaluator import Evaluator
@@ -103,6 +104,36 @@ def test_the_models_numbers_are_those_of_the_evaluator(evaluated):
           assert interval['low'] is None or interval['low'] <= interval['mean'] + 1e-9 <= interval['high'] + 2e-9
           compared += 1
   assert compared == len(metrics) > 30
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_loaded_for_an_evaluator(full_run):
+  workdir, config, policy = full_run
+  for step, is_last in (('latest', True), (2, True), ('best', False)):
+    loaded, params = ragen_jax.load_checkpoint(config, str(workdir), step)
+    same = jax.tree.map(np.array_equal, params, param_state(policy.model))
+    assert all(jax.tree.leaves(same)) == is_last and loaded.tokenizer.size == policy.tokenizer.size
+  with pytest.raises(UserError, match=r"^step='3': must be latest, best or one of 1, 2$"):
+    ragen_jax.load_checkpoint(config, str(workdir), 3)
+
+
+@pytest.mark.slow
+def test_levels_that_training_did_not_hold_out_are_told(full_run, tmp_path, caplog):
+  workdir, config, _ = full_run
+  workdir = shutil.copytree(workdir, tmp_path / 'run')
+
+  def told(**fields):
+    caplog.clear()
+    changed = config.copy_and_resolve_references()
+    changed.eval.update({'baselines': (), 'greedy_too': False, 'group_size': 1} | fields)
+    evaluate.evaluate(changed, str(workdir), given=True)
+    return [r.getMessage() for r in caplog.records if 'that training held out' in r.getMessage()]
+
+  assert told() == told(groups=4) == told(tags=('Bandit',)) == []
+  (line,) = told(groups=12)
+  assert re.match(r'4 of 12 levels are not .*eval\.first_level=\d+, eval\.groups=8\)', line)
+  (line,) = told(first_level=config.eval.first_level + 4)
+  assert line.startswith('4 of 8 levels')
 
 
 @pytest.mark.slow

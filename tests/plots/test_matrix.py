@@ -35,8 +35,8 @@ def test_the_matrix_has_a_row_for_what_was_trained_on_and_a_column_for_each_tag(
   assert table.columns == ('FrozenLake', 'Bandit', 'Sudoku')
   assert table.rows == ('FrozenLake (2 seeds)', 'Bandit', 'tiny, as it is', 'random actions')
   nan = np.nan
-  # Of a run's checkpoints the last counts for each tag; seeds are averaged; nothing stands where nothing was played.
-  expected = [[0.45, 0.9, 0.1], [nan, 0.8, nan], [nan, nan, 0.3], [0.02, nan, nan]]
+  # Only a run's last checkpoint counts; seeds are averaged; nothing stands where nothing was played.
+  expected = [[0.45, nan, 0.1], [nan, 0.8, nan], [nan, nan, 0.3], [0.02, nan, nan]]
   np.testing.assert_allclose(table.mean, expected)
   np.testing.assert_allclose(table.half, np.where(np.isnan(expected), nan, 0.04))
   assert table.own.tolist() == [[True, False, False], [False, True, False], [False] * 3, [False] * 3]
@@ -47,14 +47,28 @@ def test_the_matrix_has_a_row_for_what_was_trained_on_and_a_column_for_each_tag(
   texts = texts_of(f'{figure}.svg')
   assert {
     '0.45',
-    '0.90',
+    '0.80',
     '±0.04',
     'FrozenLake (2 seeds)',
     'Sudoku',
     'Success on held-out levels, greedy',
     '± half of the 95 % interval',
   } <= set(texts)
-  assert texts.count('±0.04') == 6  # the cells with data, and no others
+  assert texts.count('±0.04') == 5  # the cells with data, and no others
+
+
+def test_of_evaluations_with_different_settings_the_newest_counts(tmp_path, caplog):
+  run = tmp_path / 'run'
+  write_run(run, run_config(), metric_rows(0, 5, panels=()))
+  for number, success in ((1, 0.1), (2, 0.2), (9, 0.9), (11, 0.5)):
+    name = 'step_40_Bandit' if number == 1 else f'step_40_Bandit_{number}'
+    write_evaluation(run, ['Bandit'], 40, {'Bandit': success}, name=name)
+  write_evaluation(run, ['Bandit'], 10, {'Sudoku': 1.0}, name='step_10_Sudoku')
+  table = matrix.tables([('run', read(str(run)).evaluations)])['generalisation']
+  assert table.columns == ('Bandit',) and table.mean[0].tolist() == [0.5]
+  told = [record.getMessage() for record in caplog.records]
+  assert sum('whose settings differ' in line for line in told) == 3
+  assert sum('step_10_Sudoku.json is left out' in line for line in told) == 1
 
 
 def test_rows_that_were_trained_on_the_same_are_told_apart(tmp_path):

@@ -100,6 +100,15 @@ def test_round_trip_is_bit_exact(tmp_path):
   assert restored_meta == meta
 
 
+def test_a_checkpoint_that_orbax_wrote_in_part_is_no_checkpoint(tmp_path):
+  """As below a path that it reads as a pattern."""
+  with Checkpointer(tmp_path / 'lr=[1e-3]', keep=2) as checkpointer:
+    for _ in range(2):
+      with pytest.raises(UserError, match=r'^checkpoint of step 1 was not saved in .*: Orbax wrote no manifest'):
+        checkpointer.save(1, {'x': jnp.zeros(3)})
+      assert not checkpointer.steps()
+
+
 def test_special_values_and_dtypes(tmp_path):
   # a NaN with a payload, -NaN, -0, infinity, the least denormal
   bits = np.array([0x7FC00001, 0xFFC00000, 0x80000000, 0x7F800000, 1], np.uint32)

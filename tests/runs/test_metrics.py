@@ -248,10 +248,11 @@ def test_damage_before_the_last_line_is_named(tmp_path):
   write_steps(tmp_path, 0, 3)
   path = tmp_path / 'metrics.jsonl'
   lines = path.read_text().splitlines()
-  path.write_text('\n'.join([lines[0], lines[1][:9], lines[2]]) + '\n')
-  for use in (lambda: read_metrics(tmp_path), lambda: MetricWriter(tmp_path, 2)):
-    with pytest.raises(UserError, match=r'line 2 of .*metrics.jsonl is damaged'):
-      use()
+  for damaged in (lines[1][:9], '{"step": 1, "a": "hello"}'):
+    path.write_text('\n'.join([lines[0], damaged, lines[2]]) + '\n')
+    for use in (lambda: read_metrics(tmp_path), lambda: MetricWriter(tmp_path, 2)):
+      with pytest.raises(UserError, match=r'line 2 of .*metrics.jsonl is damaged'):
+        use()
 
 
 def test_places_that_cannot_be_used(tmp_path):

@@ -111,6 +111,21 @@ def test_the_metrics_of_an_evaluation_that_was_cut_off_are_sent(tmp_path, monkey
   assert runs['run0']['rows'] == [*_rows(range(2)), *_rows([1]), {'step': 1, 'val': 0.25}]
 
 
+def test_a_run_that_begins_anew_has_a_run_of_its_own(tmp_path, monkeypatch):
+  runs = {}
+  _use(monkeypatch, _Memory(runs))
+  settings = TrackerSettings('wandb', 'p')
+  for _ in range(2):
+    with (
+      open_tracker(settings, tmp_path, _CONFIG, 0, enabled=True) as opened,
+      MetricWriter(tmp_path, 0, tracker=opened) as writer,
+    ):
+      writer.scalars(0, {'a': 0.5})
+    trackers.forget_run(tmp_path)
+  assert [run['rows'] for run in runs.values()] == [[{'step': 0, 'a': 0.5}]] * 2
+  trackers.forget_run(tmp_path)  # there is none
+
+
 @pytest.mark.parametrize('at', ['open', 2])
 def test_a_tracker_that_fails_is_told_once_stops_nothing_and_catches_up(tmp_path, monkeypatch, caplog, at):
   monkeypatch.setenv('SOME_TOKEN', _KEY)

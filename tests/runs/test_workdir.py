@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import pathlib
 
+import numpy as np
 import pytest
 from flax import traverse_util
 
 from configs import default
+from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import BEFORE, flatten, free_in_training
-from ragen_jax.runs.workdir import changed_fields, compare_config, record_config, set_store_aside, workdir_lock
+from ragen_jax.runs.workdir import (
+  changed_fields,
+  compare_config,
+  open_workdir,
+  record_config,
+  set_store_aside,
+  workdir_lock,
+)
 from ragen_jax.utils.errors import UserError
 
 
@@ -32,6 +41,29 @@ def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_pat
   _begin(tmp_path)
   with pytest.raises(UserError, match='seed was 1 and is 2'):
     record_config(tmp_path, {'seed': 2})
+
+
+@pytest.mark.parametrize('name', ['lr=[1e-3]', 'a*', 'why?', 'a\\b'])
+def test_a_path_that_orbax_reads_as_a_pattern_is_refused(tmp_path, name):
+  refused = pytest.raises(UserError, match=r'^--workdir=.*: no checkpoint can be saved below a path with .;')
+  with refused, open_workdir(str(tmp_path / name / 'run'), write=True):
+    pass
+  assert not (tmp_path / name).exists()
+  with open_workdir(str(tmp_path / name), write=False):  # an earlier run's
+    pass
+
+
+@pytest.mark.parametrize('name', ['a b%20c#é', 'q\'uo"te', 'x={1}', '~a', '$b'])
+def test_checkpoints_below_other_paths_are_restored(tmp_path, name):
+  with open_workdir(str(tmp_path / name), write=True) as workdir, Checkpointer(workdir, keep=1) as checkpointer:
+    checkpointer.save(1, {'x': np.arange(3.0)})
+    assert checkpointer.restore({'x': np.zeros(3)})[0]['x'].tolist() == [0, 1, 2]
+
+
+def test_a_config_that_is_no_text_is_told(tmp_path):
+  (tmp_path / 'config.json').write_bytes(b'\xff\xfe{')
+  with pytest.raises(UserError, match='is not a config that this program wrote'):
+    changed_fields(tmp_path, {'seed': 0})
 
 
 def test_config_is_recorded_and_compared(tmp_path):

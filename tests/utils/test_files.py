@@ -32,6 +32,14 @@ def test_the_old_file_stays_where_the_new_one_cannot_be_written(tmp_path):
     replace_file(path / 'b.txt', 'new', 'metrics were not written')
 
 
+@pytest.mark.parametrize('many_writers', [False, True])
+def test_nothing_is_left_of_a_file_that_could_not_be_replaced(tmp_path, many_writers):
+  (tmp_path / 'a').mkdir()
+  with pytest.raises(UserError, match='was not written'):
+    replace_file(tmp_path / 'a', 'new', many_writers=many_writers)
+  assert [p.name for p in tmp_path.iterdir()] == ['a']
+
+
 def test_a_png_is_the_picture():
   picture = np.random.default_rng(0).integers(256, size=(5, 7, 3)).astype(np.uint8)
   read = matplotlib.image.imread(io.BytesIO(encode_png(picture)))

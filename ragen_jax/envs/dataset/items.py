@@ -220,8 +220,10 @@ class _Reader:
   def _text(self, place: str, row: Mapping[str, Any], name: str) -> str:
     """The text of a field that a row may leave empty; '' if the option names none."""
     text = self._field(place, row, name) if name in self._fields else ''
+    if isinstance(text, int | float) and not isinstance(text, bool):  # a number may be the worked answer, too
+      return str(text)
     if not isinstance(text, str | None):
-      raise ValueError(f'{place}: {self._fields[name]}={short(text)}; allowed: text')
+      raise ValueError(f'{place}: {self._fields[name]}={short(text)} (fields.{name}); allowed: text, or a number')
     return text or ''
 
   def _difficulty(self, place: str, row: Mapping[str, Any]) -> float:

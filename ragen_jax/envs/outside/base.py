@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import inspect
 import logging
 import math
 import numbers
@@ -286,6 +287,10 @@ def read_step(raw: Any, form: ImageForm | None = None, *, success_stands: bool =
 def _read_step(raw: Any, form: ImageForm | None, success_stands: bool) -> TextStep | Fault:
   if isinstance(raw, Fault):
     return _read_fault(raw)
+  if inspect.isawaitable(raw):
+    if inspect.iscoroutine(raw):
+      raw.close()
+    return Fault('step is async', 'define it with def, and call asyncio.run in it')
   if not isinstance(raw, tuple | list) or len(raw) != 4:
     return Fault('step did not return (observation, reward, done, success)', short(raw))
   observation, reward, done, info = raw

@@ -62,7 +62,8 @@ FIELDS = {name: name for name in ROWS[0]}
     ({'question': 'a?', 'answer': 'C'}, {'verifier': 'choice'}, 'fields.choices must name'),
     ({'question': 'a?', 'answer': 'x'}, {'answer_pattern': '#### (.*)$'}, "answer='x' does not match ans"),
     ({'question': 'a?', 'answer': 5}, {'answer_pattern': '(.*)'}, 'answer=5 does not match answer_pattern'),
-    ({**ROWS[0], 'solution': 1}, {'fields': FIELDS}, 'line 2: solution=1; allowed: text'),
+    ({**ROWS[0], 'solution': [1]}, {'fields': FIELDS}, r'line 2: solution=\[1\] \(fields.solution\); allowed: text'),
+    ({**ROWS[0], 'solution': True}, {'fields': FIELDS}, r'line 2: solution=True \(fields.solution\); allowed: text'),
     ({**ROWS[0], 'choices': 'xy'}, {'fields': FIELDS}, "line 2: choices='xy'; allowed: a list of 2 to 26 texts"),
     ({**ROWS[0], 'choices': ['x']}, {'fields': FIELDS}, r"line 2: choices=\['x'\]; allowed"),
     ({**ROWS[0], 'choices': ['x', None]}, {'fields': FIELDS}, r'choices=.*allowed'),
@@ -185,6 +186,12 @@ def test_the_parts_of_a_split_share_no_group_and_have_all_items(tmp_path_factory
     train, test = parts
     assert not {item.id for item in train} & {item.id for item in test}
     assert len(train) + len(test) == len(rows) == len(make(path=path).items)
+
+
+def test_a_number_may_be_the_solution(tmp_path):
+  fields = {'solution': 'answer'}
+  (item,) = items_of(tmp_path, [{'question': 'a?', 'answer': 72}], verifier='number', fields=fields)
+  assert item.solution == '72'
 
 
 def test_a_group_is_one_number_in_both_forms(tmp_path):

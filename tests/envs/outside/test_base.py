@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import warnings
 
 import numpy as np
 import pytest
@@ -52,6 +54,16 @@ def test_results_that_are_faults(raw, kind):
   fault = read_step(raw)
   assert isinstance(fault, Fault) and fault.kind.startswith(kind)
   assert '\n' not in str(fault) and len(str(fault)) <= 300
+
+
+def test_an_async_step_is_told():
+  async def step():
+    return 'a', 0.0, False, False
+
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')  # of a coroutine that was never awaited
+    assert str(read_step(step())) == 'step is async: define it with def, and call asyncio.run in it'
+    gc.collect()
 
 
 def test_odd_objects_are_faults_or_harmless():
