@@ -7,13 +7,13 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from ragen_jax.plots import matrix
-from ragen_jax.runs.config_fields import flatten, has_effect
+from ragen_jax.runs.config_fields import flatten, has_effect, in_this_version
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.runs.stores import is_address
 from ragen_jax.utils.errors import UserError
@@ -160,15 +160,16 @@ def group(runs: Sequence[Run]) -> list[Curve]:
   not affect learning (such as the places of checkpoints and logs) are ignored.
   """
   groups: dict[Any, list[Run]] = {}
+  known = frozenset().union(*(run.config for run in runs))
   for run in runs:
-    fields = {name: value for name, value in _learning_fields(run).items() if name != 'seed'}
+    fields = {name: value for name, value in _learning_fields(run, known).items() if name != 'seed'}
     key = json.dumps(fields, sort_keys=True) if run.config else str(run.workdir)
     number = 0
     while any(other.config.get('seed') == run.config.get('seed') for other in groups.get((key, number), [])):
       number += 1
     groups.setdefault((key, number), []).append(run)
   parts = list(groups.values())
-  labels = name_differences([_learning_fields(part[0]) for part in parts])
+  labels = name_differences([_learning_fields(part[0], known) for part in parts])
   labels = [label if part[0].config else part[0].name for label, part in zip(labels, parts, strict=True)]
   if len(parts) == 1 and parts[0][0].config:
     tags = parts[0][0].config.get('train.tags')
@@ -181,12 +182,16 @@ def group(runs: Sequence[Run]) -> list[Curve]:
   return curves
 
 
-def _learning_fields(run: Run) -> dict[str, Any]:
-  """The fields that affect a run's learning, without options of environments that it does not play."""
+def _learning_fields(run: Run, known: Collection[str]) -> dict[str, Any]:
+  """The fields that affect a run's learning, without options of environments that it does not play.
+
+  Those of `known` that the run's version did not have yet have the values that it acted by; a run without config has
+  none.
+  """
   used = {*run.config.get('train.tags', ()), *run.config.get('eval.tags', ())}
   return {
     name: value
-    for name, value in run.config.items()
+    for name, value in (in_this_version(run.config, known) if run.config else {}).items()
     if has_effect(name) and not (name.startswith('envs.') and name.split('.')[1] not in used)
   }
 

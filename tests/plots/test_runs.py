@@ -75,3 +75,8 @@ def test_the_same_run_again_and_runs_without_a_config_go_by_their_directories(tm
   ]  # fmt: skip
   assert _curves(tmp_path / 'one', run_config(0)) == [('run0', ['run0'])]
   assert _curves(tmp_path / 'two', run_config(0), run_config(1)) == [('FrozenLake (2 seeds)', ['run0', 'run1'])]
+  # The first is of a version without this field, which acted as its default does.
+  newer = run_config(1, algorithm__policy_loss='ppo')
+  assert _curves(tmp_path / 'new', run_config(0), newer) == [('FrozenLake (2 seeds)', ['run0', 'run1'])]
+  other = run_config(1, algorithm__policy_loss='sapo')
+  assert len(_curves(tmp_path / 'other', run_config(0), other)) == 2
