@@ -47,7 +47,8 @@ def by_tag() -> ConfigDict:
       # On slippery ice, probability of moving in the chosen direction; the two at right angles share the rest. RAGEN-2
       # has 0.8 or 1.
       'success_rate': 1 / 3,
-      # How the prompt shows the state: 'grid', 'coord', 'grid_coord' or 'image' (for models that read images).
+      # How the prompt shows the state: 'grid', 'spaced' (a blank between squares, so that each is a token of pretrained
+      # models), 'coord', 'grid_coord' or 'image' (for models that read images).
       'observation': 'grid',
       # Side of a tile of the image in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
       'tile': 0,
@@ -79,7 +80,8 @@ def by_tag() -> ConfigDict:
       # File of levels in Boxoban's format, played in place of generated levels (set dim and num_boxes to match); empty
       # for none.
       'levels': '',
-      # How the prompt shows the state: 'grid', 'coord', 'grid_coord' or 'image' (for models that read images).
+      # How the prompt shows the state: 'grid', 'spaced' (a blank between squares, so that each is a token of pretrained
+      # models), 'coord', 'grid_coord' or 'image' (for models that read images).
       'observation': 'grid',
       # Side of a tile of the image in pixels, 8 to 64; 0 for the smallest whole number of visual tokens.
       'tile': 0,

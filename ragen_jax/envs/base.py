@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -90,6 +90,15 @@ class Solution(Protocol):
     Raises:
       ValueError: more turns or actions remain than the budget has.
     """
+
+
+def spaced(grids: Sequence[str]) -> list[str]:
+  """Grids of symbols with a blank between the symbols of a row.
+
+  The tokenizers of pretrained models make one token of several symbols that stand together, and of one with a blank
+  before it a token of its own.
+  """
+  return ['\n'.join(map(' '.join, grid.split('\n'))) for grid in grids]
 
 
 class Game(abc.ABC):

@@ -23,7 +23,7 @@ from ragen_jax.envs.solvers import frozen_lake as solver
 
 LEFT, DOWN, RIGHT, UP = range(4)
 
-_OBSERVATIONS = ('grid', 'coord', 'grid_coord')
+_OBSERVATIONS = ('grid', 'spaced', 'coord', 'grid_coord')
 _MEANINGS = ('player', 'ice', 'hole', 'goal', 'player in a hole', 'player on the goal')
 _DESC_LETTERS = 'SFHG'
 
@@ -57,7 +57,8 @@ class FrozenLake(base.Environment):
     is_slippery: whether a move can slip sideways.
     success_rate: on slippery ice, the probability that a move goes in its direction; the two directions at right angles
       share the rest. It has no effect without `is_slippery`, as in Gymnasium.
-    observation: 'grid' (symbols), 'coord' (a list of coordinates) or 'grid_coord' (both).
+    observation: 'grid' (symbols), 'spaced' (with a blank between them, see `base.spaced`), 'coord' (a list of
+      coordinates) or 'grid_coord' (symbols and coordinates).
     symbols: six characters for player, ice, hole, goal, player in a hole, player on the goal.
   """
 
@@ -147,7 +148,7 @@ class FrozenLake(base.Environment):
         f' The ice is slippery: a move goes in its direction with probability {ahead:.3g}, '
         f'and in each of the two directions at right angles with probability {aside:.3g}.'
       )
-    if self.observation != 'grid':
+    if 'coord' in self.observation:
       last = self.size - 1
       text += (
         f' A square is written (row, column), from (0, 0) at the top left to ({last}, {last}) at the bottom right.'
@@ -160,6 +161,8 @@ class FrozenLake(base.Environment):
   def render(self, states: State) -> list[str]:
     if self.observation == 'grid':
       return self._grids(states)
+    if self.observation == 'spaced':
+      return base.spaced(self._grids(states))
     coordinates = self._coordinates(states)
     if self.observation == 'coord':
       return coordinates
@@ -216,7 +219,10 @@ class FrozenLake(base.Environment):
   def from_text(self, text: str) -> State:
     """The state of an observation. A grid does not show the start; it is then the player's square."""
     text = '\n'.join(line.strip() for line in text.strip().splitlines())
-    state = self._from_grid(text) if self.observation == 'grid' else self._from_coordinates(text)
+    if self.observation == 'spaced':
+      text = '\n'.join(' '.join(line.split()) for line in text.splitlines())
+    grid = text.replace(' ', '') if self.observation == 'spaced' else text
+    state = self._from_coordinates(text) if 'coord' in self.observation else self._from_grid(grid)
     drawn = self.render(jax.tree.map(lambda leaf: leaf[None], state))[0]
     for i, (got, want) in enumerate(zip(text.splitlines(), drawn.splitlines(), strict=False), 1):
       if got != want:

@@ -63,7 +63,7 @@ def test_options_of_images(seeing):
     ({'envs__FrozenLake__tile': 65}, r'^envs\.FrozenLake\.tile=65: must be 0 or .* pixels from 8 to 64$'),
     ({'envs__FrozenLake__observation': 'grid', 'envs__FrozenLake__tile': 8},
      r"^envs\.FrozenLake\.tile=8: needs envs\.FrozenLake\.observation='image'$"),
-    ({'envs__FrozenLake__observation': 'picture'}, r"observation='picture'; allowed: grid, coord, grid_coord"),
+    ({'envs__FrozenLake__observation': 'picture'}, r"observation='picture'; allowed: grid, spaced, coord, grid_coord"),
     ({'train__tags': ('Bandit',), 'envs__Bandit__observation': 'image'},
      r"^envs\.Bandit\.observation='image': bandit draws no images$"),
     ({'train__tags': ('Bandit',), 'envs__Bandit__observation': 'text'},

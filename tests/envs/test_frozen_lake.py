@@ -140,11 +140,11 @@ def states(draw, size):
 @given(data=st.data(), size=st.sampled_from([2, 4, 11]), symbols=st.sampled_from(['P_OGX√', '@.#*xY', 'GPXO_é']))
 def test_text_round_trip(data, size, symbols):
   state = data.draw(states(size))
-  for observation in ('grid', 'coord', 'grid_coord'):
+  for observation in ('grid', 'spaced', 'coord', 'grid_coord'):
     env = FrozenLake(size=size, observation=observation, symbols=symbols)
     text = env.render(batch(state))[0]
     read = env.from_text(text)
-    if observation == 'grid':
+    if observation in ('grid', 'spaced'):
       assert int(read.start) == int(state.player)
       read = read.replace(start=state.start)
     jax.tree.map(np.testing.assert_array_equal, read, state)
@@ -155,6 +155,9 @@ def test_text_of_each_observation():
   text = 'P_O\n__G\nO__'
   states = batch(FrozenLake(size=3).from_text(text))
   assert FrozenLake(size=3).render(states) == [text]
+  spaced = FrozenLake(size=3, observation='spaced')
+  assert spaced.render(states) == ['P _ O\n_ _ G\nO _ _'] and spaced.rules() == FrozenLake(size=3).rules()
+  assert spaced.legend() == FrozenLake(size=3).legend()
   coordinates = 'Board: 3 rows, 3 columns\nStart: (0, 0)\nGoal: (1, 2)\nPlayer: (0, 0)\nHoles: (0, 2), (2, 0)'
   assert FrozenLake(size=3, observation='coord').render(states) == [coordinates]
   both = f'Coordinates:\n{coordinates}\nGrid Map:\n{text}'

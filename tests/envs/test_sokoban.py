@@ -148,7 +148,7 @@ def test_finished_states_absorb():
 
 
 @pytest.mark.parametrize('symbols', [SMALL.symbols, VOCABULARY], ids=['default', 'vocabulary'])
-@pytest.mark.parametrize('observation', ['grid', 'grid_coord'])
+@pytest.mark.parametrize('observation', ['grid', 'spaced', 'grid_coord'])
 @pytest.mark.parametrize('env', [SMALL, LARGE], ids=['small', 'large'])
 def test_text_round_trips(env, observation, symbols):
   _, _, afters, _ = random_play(env)
@@ -179,6 +179,9 @@ def test_what_each_observation_shows():
   state = batch(TWO.from_text(TWO_BOXES))
   listed = 'Board size: 6 rows, 7 columns\nTargets: (2, 4)\nBoxes: (2, 2)\nBoxes on target: (3, 2)\nPlayer: (1, 2)'
   assert TWO.render(state) == [TWO_BOXES]
+  spaced = dataclasses.replace(TWO, observation='spaced')
+  assert spaced.render(state) == ['\n'.join(' '.join(line) for line in TWO_BOXES.split('\n'))]
+  assert spaced.rules() == TWO.rules() and spaced.legend() == TWO.legend()
   assert dataclasses.replace(TWO, observation='coord').render(state) == [listed]
   both = f'Coordinates:\n{listed}\nGrid Map:\n{TWO_BOXES}'
   assert dataclasses.replace(TWO, observation='grid_coord').render(state) == [both]
