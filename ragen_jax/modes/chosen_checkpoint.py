@@ -18,7 +18,7 @@ from ragen_jax.config.checks import check_config
 from ragen_jax.models.checkpoint.export import choose_step, restore_params
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import fields_of
-from ragen_jax.runs.workdir import changed_fields
+from ragen_jax.runs.workdir import changed_fields, open_workdir
 from ragen_jax.training.run_log import BEST
 from ragen_jax.utils.errors import UserError
 
@@ -92,7 +92,10 @@ def load_checkpoint(config: ConfigDict, workdir: str, step: str = 'latest') -> t
     UserError: the config cannot be run, there is no such checkpoint, or it is of another model.
   """
   check_config(config)
-  with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
+  with (
+    open_workdir(workdir, write=False) as place,
+    Checkpointer(place, keep=config.checkpoint.keep, save_best=BEST) as checkpointer,
+  ):
     number = choose_step(checkpointer, str(step), 'step')
-    compare_with_run(config, workdir)
+    compare_with_run(config, place, warm_start='data' in checkpointer.meta(number))
     return load_weights(config, checkpointer, number)

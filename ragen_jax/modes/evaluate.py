@@ -14,6 +14,7 @@ import logging
 import pathlib
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ from ragen_jax.runs.compilation_cache import use_compilation_cache
 from ragen_jax.runs.staging import StagedWorkdir, address
 from ragen_jax.runs.workdir import changed_fields, open_workdir
 from ragen_jax.training.run_log import BEST
-from ragen_jax.utils.errors import Diverged, UserError
+from ragen_jax.utils.errors import Diverged, UserError, one_line
 from ragen_jax.viewer.page import write_page
 from ragen_jax.viewer.store import EpisodeWriter
 
@@ -77,7 +78,7 @@ def _evaluate(config: ConfigDict, workdir: str | StagedWorkdir, given: bool) -> 
     warm_start = step is not None and 'data' in checkpointer.meta(step)
     trained_on = [] if step is None else compare_with_run(config, workdir, warm_start=warm_start)
     if trained_on:
-      _warn_of_other_levels(config, workdir)
+      _warn_of_other_levels(config, workdir, trained_on, warm_start)
     head = _head(config, step, trained_on)
     directory = _make(pathlib.Path(workdir) / 'evaluation')
     use_compilation_cache(config.compilation_cache, workdir)
@@ -105,26 +106,46 @@ def _check_played(rows: list[EvaluationRow]) -> None:
       raise UserError(f'envs.{row.tag}: the environment failed in all {row.episodes} episodes of {row.policy}')
 
 
-def _warn_of_other_levels(config: ConfigDict, workdir: str | StagedWorkdir) -> None:
-  """Warns if games that the run trained on are evaluated on levels that it did not hold out."""
-  run, own = changed_fields(workdir, config.to_dict())[0], config.copy_and_resolve_references()
+def _warn_of_other_levels(
+  config: ConfigDict, workdir: str | StagedWorkdir, trained_on: list[str], warm_start: bool
+) -> None:
+  """Warns if games that were trained on are evaluated on levels that the training did not hold out."""
+  run = changed_fields(workdir, config.to_dict())[0]
   counted = ('tags', 'groups', 'tag_groups', 'first_level')
-  own.eval.update({name: run['eval'][name] for name in counted})
-  own.envs.update({tag: run['envs'][tag] for tag in run['eval']['tags']})
-  trained = {run['envs'][tag]['type'] for tag in run['train']['tags']}
+  used = {name: run['eval'].get(name, config.eval[name]) for name in counted}
+  same = all(json.dumps(used[name]) == json.dumps(config.eval[name]) for name in counted)
+  held_out = not warm_start or run['sft'].get('skip_held_out', True)
+  trained = {run['envs'][tag]['type'] for tag in trained_on if tag in run['envs']}
   counts = dict(zip(config.eval.tags, build.group_counts(config.eval, 'eval'), strict=True))
   played = {tag: n for tag, n in counts.items() if config.envs[tag].type in trained}
-  if not played or all(own.eval[name] == config.eval[name] for name in counted):
+  if not played or (same and held_out) or (warm_start and run['sft'].get('skip_held_out_of')):
     return
-  specs = build.env_specs(config, tuple(played), tuple(played.values()))
-  levels = EnvStateManager(specs, 1).levels_from(config.eval.first_level)
-  others = levels - build.held_out_levels(own)
+  try:
+    levels = _levels(config, played, config.eval.first_level)
+    others = levels
+    if held_out:
+      own = config.copy_and_resolve_references()
+      with own.unlocked():
+        own.eval.update(used)
+        for tag in used['tags']:
+          own.envs[tag] = ConfigDict(run['envs'][tag])
+      counts = dict(zip(used['tags'], build.group_counts(own.eval, 'eval'), strict=True))
+      others = levels - _levels(own, counts, used['first_level'])
+  except (UserError, KeyError, TypeError, ValueError) as e:
+    _log.info('the levels that training held out are not known: %s', one_line(e, str))
+    return
   if others:
     _log.warning(
       '%d of %d levels are not those that training held out (its eval.first_level=%d, eval.groups=%d): it may have '
       'played them',
-      len(others), len(levels), own.eval.first_level, own.eval.groups,
+      len(others), len(levels), used['first_level'], used['groups'],
     )  # fmt: skip
+
+
+def _levels(config: ConfigDict, counts: Mapping[str, int], first_level: int) -> set[bytes]:
+  """The levels of some tags, so many of each."""
+  specs = build.env_specs(config, tuple(counts), tuple(counts.values()))
+  return EnvStateManager(specs, 1).levels_from(first_level)
 
 
 def _head(config: ConfigDict, step: int | None, trained_on: list[str]) -> dict[str, Any]:

@@ -46,16 +46,13 @@ class Table:
   own: np.ndarray
 
 
-def _age(path: pathlib.Path) -> tuple[str, int]:
-  """Sorts the files of one name by their numbers: step_7_Bandit.json, step_7_Bandit_2.json, step_7_Bandit_10.json."""
-  name, _, number = path.stem.rpartition('_')
-  return (name, int(number)) if name and number.isdecimal() else (path.stem, 1)
-
-
 def read_evaluations(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """File name -> evaluation, for all evaluations of a workdir; UserError if one is damaged or has another version."""
+  """File name -> evaluation, for all evaluations of a workdir from old to new.
+
+  Raises UserError if one is damaged or has another version.
+  """
   found = {}
-  for path in sorted((workdir / 'evaluation').glob('*.json'), key=_age):
+  for path in sorted((workdir / 'evaluation').glob('*.json'), key=lambda path: path.stat().st_mtime_ns):
     try:
       evaluation = json.loads(path.read_text(encoding='utf-8'))
       version = evaluation['version']

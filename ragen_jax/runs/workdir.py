@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
@@ -58,10 +59,12 @@ def open_workdir(workdir: str, *, write: bool) -> Iterator[str | StagedWorkdir]:
 
 
 def _check_name(workdir: str) -> None:
-  """Raises UserError for a path that Orbax would read as a pattern: its checkpoints below it cannot be restored."""
+  """Raises UserError for a path that Orbax, which reads it as a pattern, does not find again."""
   path = os.path.abspath(workdir)
-  if found := [x for x in '[]*?\\' if x in path]:
-    raise UserError(f'--workdir={workdir}: no checkpoint can be saved below a path with {found[0]}; choose another one')
+  if found := re.search(r'\[[^]]*\]|\\', path):
+    raise UserError(
+      f'--workdir={workdir}: no checkpoint can be saved below a path with {found[0]}; choose another directory'
+    )
 
 
 def need_disk(workdir: str, reason: str) -> None:

@@ -43,9 +43,9 @@ def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_pat
     record_config(tmp_path, {'seed': 2})
 
 
-@pytest.mark.parametrize('name', ['lr=[1e-3]', 'a*', 'why?', 'a\\b'])
+@pytest.mark.parametrize('name', ['lr=[1e-3]', 'a\\b'])
 def test_a_path_that_orbax_reads_as_a_pattern_is_refused(tmp_path, name):
-  refused = pytest.raises(UserError, match=r'^--workdir=.*: no checkpoint can be saved below a path with .;')
+  refused = pytest.raises(UserError, match=r'^--workdir=.*: no checkpoint can be saved below a path with .+;')
   with refused, open_workdir(str(tmp_path / name / 'run'), write=True):
     pass
   assert not (tmp_path / name).exists()
@@ -53,7 +53,7 @@ def test_a_path_that_orbax_reads_as_a_pattern_is_refused(tmp_path, name):
     pass
 
 
-@pytest.mark.parametrize('name', ['a b%20c#é', 'q\'uo"te', 'x={1}', '~a', '$b'])
+@pytest.mark.parametrize('name', ['a b%20c#é', 'a*', 'why?', 'a[', 'q\'uo"te', 'x={1}', '~a', '$b'])
 def test_checkpoints_below_other_paths_are_restored(tmp_path, name):
   with open_workdir(str(tmp_path / name), write=True) as workdir, Checkpointer(workdir, keep=1) as checkpointer:
     checkpointer.save(1, {'x': np.arange(3.0)})

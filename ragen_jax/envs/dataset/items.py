@@ -220,10 +220,14 @@ class _Reader:
   def _text(self, place: str, row: Mapping[str, Any], name: str) -> str:
     """The text of a field that a row may leave empty; '' if the option names none."""
     text = self._field(place, row, name) if name in self._fields else ''
-    if isinstance(text, int | float) and not isinstance(text, bool):  # a number may be the worked answer, too
-      return str(text)
+    is_number = name == 'solution' and not self._settings.further  # the solution may be the answer, which may be one
+    if is_number and isinstance(text, float) and math.isnan(text):  # of a table
+      return ''
+    if is_number and isinstance(text, int | float) and not isinstance(text, bool) and math.isfinite(text):
+      return str(int(text) if text == int(text) else text)
     if not isinstance(text, str | None):
-      raise ValueError(f'{place}: {self._fields[name]}={short(text)} (fields.{name}); allowed: text, or a number')
+      allowed = 'text or a number (fields.solution)' if is_number else 'text'
+      raise ValueError(f'{place}: {self._fields[name]}={short(text)}; allowed: {allowed}')
     return text or ''
 
   def _difficulty(self, place: str, row: Mapping[str, Any]) -> float:

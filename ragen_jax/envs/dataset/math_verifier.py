@@ -83,8 +83,8 @@ class Math(Verifier):
   3. Other expressions are equal if math-verify says so. An answer with several expressions between dollars is refused,
      and so is one that equates expressions, such as 'a=b', or has words or signs around its box that change it.
 
-  The limits of time and memory hold for each answer of step 3. An answer beyond them is not right if its gold is read
-  within them; otherwise it is a fault.
+  The limits of time and memory hold for each answer of step 3. An answer beyond them is not right if another answer
+  to the same gold is compared within them; otherwise it is a fault.
   """
 
   answer_help = 'Your answer is a number or an expression, in LaTeX where it needs it, and nothing else.'
@@ -148,6 +148,9 @@ class Math(Verifier):
         expression = _expression_of(answer)
         if expression is None or _is_chain(expression, item.gold[1]):
           found[i] = UNREADABLE
+        elif _LETTERS.fullmatch(item.gold[1]) and _LETTERS.fullmatch(''.join(expression.split())):
+          # Of letters, such as an order of runners, math-verify would compare the product.
+          found[i] = RIGHT if squeezed(expression) == squeezed(item.gold[1]) else WRONG
         else:
           asked[i] = item.gold[1], expression
     if asked:
@@ -159,9 +162,9 @@ class Math(Verifier):
         found[i] = fault or self._verdict(equal, asked[i][0])
       late = [i for i in asked if isinstance(found[i], Fault) and found[i].kind.startswith('is_equal ')]
       if late:  # the answer's doing, or the machine's?
-        golds = self._processes.map('can_read', [(asked[i][0],) for i in late], timeout_s=self._timeout_s)
-        for i, (is_read, fault) in zip(late, golds, strict=True):
-          found[i] = _SLOW if is_read and fault is None else found[i]
+        golds = self._processes.map('is_equal', [(asked[i][0], '1') for i in late], timeout_s=self._timeout_s)
+        for i, (equal, fault) in zip(late, golds, strict=True):
+          found[i] = _SLOW if equal is not None and fault is None else found[i]
     return found
 
   def _without_process(self, answer: str, item: Item) -> Verdict | None:
@@ -172,10 +175,7 @@ class Math(Verifier):
       if given is None:
         return UNREADABLE
       return RIGHT if is_equal(given, number) else WRONG
-    if squeezed(answer) == squeezed(text):
-      return RIGHT
-    # Of letters, such as an order of runners, math-verify would compare the product.
-    return WRONG if _LETTERS.fullmatch(text) and _LETTERS.fullmatch(answer.strip()) else None
+    return RIGHT if squeezed(answer) == squeezed(text) else None
 
   def _verdict(self, equal: Any, gold: str) -> Verdict | Fault:
     if equal is None:

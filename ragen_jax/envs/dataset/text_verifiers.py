@@ -126,6 +126,12 @@ _SMALL_LETTER = re.compile(r"(?<![^\W_])(?<!['\u2019.])([a-z])(?![^\W_]|['\u2019
 _DENIAL = re.compile(r"\b(?:not|never|neither|nor|no|but|except|other\s+than|cannot|\w+n['\u2019]t)\b", re.IGNORECASE)
 
 
+# What makes a number another one: more digits, an operation, a multiplier.
+_AFTER_NUMBER = (
+  r'(?![.,/:]\d| ?[*^\u00d7]| ?[-+/\u2212\u2013] ?[\d$]| (?:hundred|thousand|[mb]illion|trillion|dozen|times)\b)'
+)
+
+
 def letter(index: int) -> str:
   """The letter of a choice."""
   return string.ascii_uppercase[index]
@@ -175,7 +181,8 @@ def read_choice(answer: str, choices: Sequence[str]) -> int | None:
     index, rest = (next(iter(named)) if named else None), text
   mentioned = _mentioned(_folded(re.sub(_LEAD, '', rest, flags=re.IGNORECASE)), texts)
   if index is None:
-    return mentioned.pop() if len(mentioned) == 1 else None
+    (named,) = mentioned if len(mentioned) == 1 else (None,)
+    return named if named is not None and _is_named(texts[named], _folded(rest)) else None
   return None if (mentioned | _letters(rest, choices)) - {index} else index
 
 
@@ -193,16 +200,18 @@ def _is_word(text: str, match: re.Match[str]) -> bool:
 
 def _mentioned(text: str, choices: Sequence[str]) -> set[int]:
   """The choices whose texts stand in a text as whole words, without those that are a part of a longer one."""
-  found = {i for i, choice in enumerate(choices) if choice and _stands_in(choice, text)}
+  found = {i for i, choice in enumerate(choices) if choice and re.search(rf'(?<!\w){re.escape(choice)}(?!\w)', text)}
   return {i for i in found if not any(i != j and choices[i] in choices[j] for j in found)}
 
 
-def _stands_in(choice: str, text: str) -> bool:
-  """Whether a choice stands in a text as whole words; if it begins with a number, the text has this number only."""
-  if not re.search(rf'(?<!\w){re.escape(choice)}(?!\w|\s*[\^*/])', text):
-    return False
-  number = read_number(choice) if re.match(r'\W{0,2}\d', choice) else None
-  return number is None or read_number(text) == number
+def _is_named(choice: str, text: str) -> bool:
+  """Whether a choice that is mentioned stands there for itself: a number not as a part of another, 'x' not in 'x^2'."""
+  before = after = ''
+  if re.match(r'\W{0,2}\d', choice):
+    before, after = r'(?<![\d.,/*^+\-\u2212\u2013])(?<![-+*/^\u2212\u2013] )', _AFTER_NUMBER
+  elif len(choice) == 1:
+    before, after = r'(?<![*/^+\-])', r'(?! ?[\^*/+\-])'
+  return bool(re.search(rf'(?<!\w){before}{re.escape(choice)}(?!\w){after}', text))
 
 
 class Choice(Verifier):

@@ -195,6 +195,8 @@ class _Reader:
     given = {key: value for key, value in attributes.items() if key in _INHERITED or key in _OWN}
     given |= read_style(attributes.get('style', ''))
     given = {key: value.strip() for key, value in given.items() if value.strip() != 'inherit'}
+    if given.get('color', '').lower() == 'currentcolor':  # means the inherited one
+      del given['color']
     for key, allowed in _WORDS.items():
       if key in given and given[key] not in allowed:
         raise ProgramError(f'{key}={short(given[key])}; allowed: {", ".join(allowed)}')
@@ -326,8 +328,9 @@ def _outlines(name: str, attributes: Mapping[str, str], whole: tuple[float, floa
     return shapes.ellipse(length('cx', wide), length('cy', high), r, r)
   if name == 'ellipse':
     rx, ry = (None if attributes.get(key) == 'auto' else attributes.get(key) for key in ('rx', 'ry'))
-    x = read_length(ry or '0' if rx is None else rx, 'ellipse: rx', wide)
-    y = read_length(rx or '0' if ry is None else ry, 'ellipse: ry', high)
+    rx = None if rx is None else length('rx', wide)
+    ry = None if ry is None else length('ry', high)
+    x, y = (ry or 0.0 if rx is None else rx), (rx or 0.0 if ry is None else ry)
     return shapes.ellipse(length('cx', wide), length('cy', high), x, y)
   if name == 'line':
     ends = [length('x1', wide), length('y1', high), length('x2', wide), length('y2', high)]

@@ -62,8 +62,8 @@ FIELDS = {name: name for name in ROWS[0]}
     ({'question': 'a?', 'answer': 'C'}, {'verifier': 'choice'}, 'fields.choices must name'),
     ({'question': 'a?', 'answer': 'x'}, {'answer_pattern': '#### (.*)$'}, "answer='x' does not match ans"),
     ({'question': 'a?', 'answer': 5}, {'answer_pattern': '(.*)'}, 'answer=5 does not match answer_pattern'),
-    ({**ROWS[0], 'solution': [1]}, {'fields': FIELDS}, r'line 2: solution=\[1\] \(fields.solution\); allowed: text'),
-    ({**ROWS[0], 'solution': True}, {'fields': FIELDS}, r'line 2: solution=True \(fields.solution\); allowed: text'),
+    ({**ROWS[0], 'solution': [1]}, {'fields': FIELDS}, r'line 2: solution=\[1\]; allowed: text or a n'),
+    ({**ROWS[0], 'solution': True}, {'fields': FIELDS}, 'line 2: solution=True; allowed: text or a n'),
     ({**ROWS[0], 'choices': 'xy'}, {'fields': FIELDS}, "line 2: choices='xy'; allowed: a list of 2 to 26 texts"),
     ({**ROWS[0], 'choices': ['x']}, {'fields': FIELDS}, r"line 2: choices=\['x'\]; allowed"),
     ({**ROWS[0], 'choices': ['x', None]}, {'fields': FIELDS}, r'choices=.*allowed'),
@@ -192,6 +192,8 @@ def test_a_number_may_be_the_solution(tmp_path):
   fields = {'solution': 'answer'}
   (item,) = items_of(tmp_path, [{'question': 'a?', 'answer': 72}], verifier='number', fields=fields)
   assert item.solution == '72'
+  rows = [{'question': f'{x}?', 'answer': 'x', 's': x} for x in (72.0, 0.5, math.nan, None)]
+  assert [item.solution for item in items_of(tmp_path, rows, fields={'solution': 's'})] == ['72', '0.5', '', '']
 
 
 def test_a_group_is_one_number_in_both_forms(tmp_path):

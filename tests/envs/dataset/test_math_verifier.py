@@ -107,6 +107,8 @@ def test_pairs_whose_second_number_has_three_digits_are_no_numbers():
 def test_letters_are_compared_as_text():
   processes = Sums()
   assert [v.score for v in judge([('BCA', 'ABC'), ('BCA', 'BCA'), ('BCA', ' bca ')], processes)] == [0, 1, 1]
+  pairs = [('BCA', x) for x in (r'\boxed{ABC}', '$ABC$', 'A B C', 'ABC.', r'\boxed{B C A}', 'The answer is $BCA$.')]
+  assert [v.score for v in judge(pairs, processes)] == [0, 0, 0, 0, 1, 1]
   assert processes.asked == []
 
 

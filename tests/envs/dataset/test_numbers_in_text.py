@@ -68,6 +68,7 @@ def test_a_sign_for_percent_is_read(text):
     '(-)18', '- "18"', '-"18"', '-[18]', '-=18', '-#18', '-(-18)', '{-}18', '-x = 18', '-\n18', '-: 18', '-$ $18',
     r'{-}\boxed{18}', r'-"\boxed{18}"', r'--\boxed{18}', r'\boxed{-}18',
     r'not \boxed{18}', r'2\boxed{18}', r'\boxed{18} or 17', r'\boxed{18}2', r'\boxed{18}k', r'\boxed{18}!',
+    r'(5,\,100)', r'(5,\ 100)', r'\left( 5,\ 100 \right)', '(5{,}100)',
     '(5,100)', '[0,100]', '(0, 500]', r'\left(2,125\right)', '(1,200,300)', '0,500', r'\boxed{(5,100)}', '20/x',
     '10 times 3', '10 times the price', '3 x²', '18 different from 17', '18 is different',
     r'1/\boxed{18}', r'f\boxed{18}', r'Since 17 + 1 = 18, we have $\boxed{18}$.', r'17, \boxed{18}', r'x\boxed{18}',

@@ -87,6 +87,15 @@ def test_choices_that_deny_are_read(answer, index):
 def test_a_choice_of_numbers_and_of_letters():
   assert read_choice('C. 12', ('5', '7', '12')) == 2 and read_choice('C. 5', ('5', '7', '12')) is None
   assert read_choice('7', ('5', '7', '12')) == 1 and read_choice('17', ('5', '7', '12')) is None
+  for answer in ('C or 5 or 7', r'5 or 7 or \boxed{C}', 'B: 5, 7 or 12'):  # hedged
+    assert read_choice(answer, ('5', '7', '12')) is None
+  assert read_choice('B) 5 million', ('5', '7')) is None and read_choice('B: -5', ('5', '7')) is None
+  for answer in ('Rome/Paris', 'It is Rome/Paris', 'B: Rome/Paris', 'Rome * Paris'):
+    assert read_choice(answer, ('Rome', 'Paris')) is None
+  assert read_choice('It is *Rome*.', ('Rome', 'Paris')) == 0
+  assert read_choice('It is 50%', ('50', '5')) == 0 and read_choice('It is $5/hour', ('$5', '$6')) == 0
+  assert read_choice('It was in 1945 that World War 2 ended', ('1945', '1939')) == 0
+  assert read_choice('It is 2, because 1+1=2', ('2', '3')) == 0
   assert read_choice('It is $5.', ('$5', '$6')) == 0 and read_choice('The answer is 7 km', ('5 km', '7 km')) == 1
   for answer in ('It is -2', 'It is 2.5', 'It is 0.2', 'It is 1/2', 'It is 2 million', 'It is 3 - 2'):
     assert read_choice(answer, ('2', '3')) is None

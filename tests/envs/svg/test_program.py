@@ -187,6 +187,7 @@ def test_paints_and_their_opacities():
     assert pixel(svg(f'<rect {area} fill="{paint}"/>'), 50, 50) == colour, paint
   for word in ('currentColor', ' currentcolor '):  # the colour of the property 'color', which is inherited
     assert pixel(svg(f'<g color="red"><rect {area} fill="{word}"/></g>'), 50, 50) == (255, 0, 0)
+    assert pixel(svg(f'<g color="red"><rect {area} color="currentColor" fill="{word}"/></g>'), 50, 50) == (255, 0, 0)
     line = f'<line x1="0" y1="50" x2="100" y2="50" stroke-width="20" style="color: lime; stroke: {word}"/>'
     assert pixel(svg(line), 50, 50) == (0, 255, 0)
   for paint in ('redd', '#12', '#12345', 'rgb(1,2)', 'hsl(1,2%,3%)', ''):
