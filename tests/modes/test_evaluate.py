@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pathlib
 import re
 import shutil
@@ -122,18 +123,28 @@ def test_levels_that_training_did_not_hold_out_are_told(full_run, tmp_path, capl
   workdir, config, _ = full_run
   workdir = shutil.copytree(workdir, tmp_path / 'run')
 
+  caplog.set_level(logging.INFO)
+
   def told(**fields):
     caplog.clear()
     changed = config.copy_and_resolve_references()
     changed.eval.update({'baselines': (), 'greedy_too': False, 'group_size': 1} | fields)
     evaluate.evaluate(changed, str(workdir), given=True)
-    return [r.getMessage() for r in caplog.records if 'that training held out' in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if 'not those that training' in r.getMessage()]
 
   assert told() == told(groups=4) == told(tags=('Bandit',)) == []
   (line,) = told(groups=12)
   assert re.match(r'4 of 12 levels are not .*eval\.first_level=\d+, eval\.groups=8\)', line)
   (line,) = told(first_level=config.eval.first_level + 4)
   assert line.startswith('4 of 8 levels')
+  # Runs of earlier versions lack fields, and may have environments that this config does not know.
+  record = json.loads((workdir / 'config.json').read_text())
+  del record['eval']['tag_groups']
+  (workdir / 'config.json').write_text(json.dumps(record))
+  assert len(told(groups=12)) == 1
+  record['eval']['tags'], record['envs']['Mine'] = ['FrozenLake', 'Mine'], {'type': 'gone:Away'}
+  (workdir / 'config.json').write_text(json.dumps(record))
+  assert told(groups=12) == [] and 'the levels that training held out are not known' in caplog.text
 
 
 @pytest.mark.slow
