@@ -24,6 +24,7 @@ from ragen_jax.envs.outside.base import read_reward
 from ragen_jax.envs.scenes import Scene
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.models.vision.processor import ProcessorConfig
+from ragen_jax.utils.errors import UserError, short
 from ragen_jax.utils.sizes import round_up
 from ragen_jax.utils.threads import Fault
 
@@ -206,7 +207,10 @@ class JaxPool(Pool):
   def _observations(self) -> list[Observation]:
     env = self.spec.env
     if self._draw is None:
-      return env.render(self.states)
+      found = env.render(self.states)
+      if len(found) != self.rows or not all(isinstance(text, str) for text in found):
+        raise UserError(f'envs.{self.spec.tag}: render returned {short(found)}; allowed: a list of {self.rows} texts')
+      return found
     images = self._own(self._draw(self._device_states))
     # Copies, because a part of the array would keep all of it in memory.
     return [

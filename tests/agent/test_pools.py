@@ -24,6 +24,7 @@ from ragen_jax.envs import Fault, Session, TextEnvironment
 from ragen_jax.envs.base import Budget, Environment, State, StepOutput
 from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import EnvSpec
+from ragen_jax.utils.errors import UserError
 from tests.support.compilations import compiled
 from tests.support.speakers import context_settings
 from tests.support.stopped_clock import stop_clock
@@ -341,6 +342,23 @@ class Leaky(Environment):
 
   def render_rgb(self, state):
     return np.zeros((1, 1, 3), np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mute(Leaky):
+  """It renders something else than a text of each state."""
+
+  texts: tuple = ()
+
+  def render(self, states):
+    return list(self.texts)
+
+
+@pytest.mark.parametrize('texts', [(), ('a',), ('a', 'b', 'c'), ('a', None)])
+def test_a_board_in_jax_without_its_text_is_told_with_its_tag(texts):
+  envs = EnvStateManager([EnvSpec('Mute', Mute(texts=texts), Budget(9, 9, 3), 50, 1)], 2)
+  with pytest.raises(UserError, match=r'^envs\.Mute: render returned .*; allowed: a list of 2 texts$'):
+    envs.reset(70)
 
 
 def test_a_reward_in_jax_that_is_no_number_ends_its_episode(caplog):
