@@ -153,11 +153,11 @@ def test_workdirs_and_outputs_that_a_mode_does_not_take(arguments, message):
     command_line.workdirs(values)
 
 
-def test_a_tilde_that_the_shell_left_is_the_home_directory(monkeypatch):
-  monkeypatch.setenv('HOME', '/home/me')
+def test_a_tilde_that_the_shell_left_is_the_home_directory(monkeypatch, tmp_path):
+  monkeypatch.setenv('HOME', str(tmp_path))
   values = _flags()
   values(['main.py', f'--config={ROOT}/configs/frozenlake_ppo.py', '--workdir=~/runs/a'])
-  assert command_line.workdirs(values) == ['/home/me/runs/a']
+  assert command_line.workdirs(values) == [f'{tmp_path}/runs/a']
 
 
 def test_help_lists_the_modes_and_the_shipped_configs():

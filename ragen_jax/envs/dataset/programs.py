@@ -62,10 +62,10 @@ _OPTIONS: Mapping[str, Any] = {
 
 
 def find_program(answer: str) -> str:
-  """The program in an answer: its last fenced block in Python, or without one the whole text; '' for none.
+  """The program in an answer; '' for none.
 
-  Without a block that names Python it is the last one without a language, which may show an output otherwise, and
-  without these the last one in another language. A block that is not closed ends with the answer.
+  It is the last fenced block that is marked as Python; without such a block the last one without a language, then the
+  last one in another language, then the whole text. A block that is not closed ends with the answer.
   """
   blocks: list[tuple[str, list[str]]] = []
   fence, indent = '', 0
