@@ -95,8 +95,8 @@ class Solution(Protocol):
 def spaced(grids: Sequence[str]) -> list[str]:
   """Grids of symbols with a blank between the symbols of a row.
 
-  The tokenizers of pretrained models join symbols that stand together into one token. A symbol behind a blank is a token
-  of its own.
+  The tokenizers of pretrained models join symbols that stand together into one token. A symbol behind a blank is a
+  token of its own.
   """
   return ['\n'.join(map(' '.join, grid.split('\n'))) for grid in grids]
 
