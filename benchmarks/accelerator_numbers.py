@@ -37,7 +37,7 @@ LIMITS = {'logits': 1e-4, 'logprobs': 1e-4, 'gradient': 1e-3}
 def mean_logprob(graph: Any, columns: np.ndarray, remat: str, seen_until: np.ndarray | None = None):
   """A function (weights, tokens) -> ((mean, log-probs), gradient) of the tokens in some columns."""
   settings = ScoringSettings(temperature=1.0, vocab_limit=0, banned=(), logits_chunk=2048,
-                             remat=RematSettings(remat, 2**31))  # fmt: skip
+                             remat=RematSettings.always(remat))  # fmt: skip
 
   def mean(params, tokens):
     rows = TokenRows(tokens, columns, np.ones(columns.shape, bool), seen_until=seen_until)

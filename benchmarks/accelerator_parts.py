@@ -139,7 +139,7 @@ def iteration(work: Work) -> None:
   trainer = build.make_trainer(config, policy)
   state = trainer.init()
   size = sum(x.size for x in jax.tree.leaves(state.params))
-  recomputed = trainer.settings.loss.scoring.remat.remat == 'layers'
+  recomputed = trainer.settings.loss.scoring.remat.choices[0][0] == 'layers'
   compiling: list[float] = []
   jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **_: compiling.append(seconds) if event.endswith('backend_compile_duration') else None

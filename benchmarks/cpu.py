@@ -65,7 +65,7 @@ from ragen_jax.training.scoring import RematSettings, ScoringSettings, score_tok
 
 REPEATS = 3
 LEARNING_RATE = 1e-5
-NONE = RematSettings('none', 2**31)
+NONE = RematSettings.always('none')
 
 
 @dataclasses.dataclass(frozen=True)

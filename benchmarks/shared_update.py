@@ -2,6 +2,7 @@
 
   python benchmarks/shared_update.py --model=qwen2.5-0.5b-instruct=DIR --case=bandit
   python benchmarks/shared_update.py --model=smollm2-135m=DIR --case=frozenlake --case=long_prompt
+  python benchmarks/shared_update.py --model=smollm2-135m=DIR --case=frozenlake --remat=attention,elementwise
   python benchmarks/shared_update.py --quick      the built-in model, small cases
   python benchmarks/shared_update.py --model=qwen2.5-0.5b-instruct=DIR --no-lora --topology=v5e:2x4
 
@@ -17,7 +18,8 @@ An update is one optimiser step of GRPO on all rows, with the packing of the con
 own, for its peak memory. Each takes a step that is not counted, because it compiles; then both take steps in turns, A B
 A B. The ratio is that of the CPU time of all threads, which other programs of the machine hardly change. The first
 steps of the two have the same weights, so their losses are compared. With --control, the first side does not share
-either, and has narrower bins: the differences are then those of rounding.
+either, and has narrower bins: the differences are then those of rounding. With --remat=NAME,NAME both sides share, and
+differ in `model.remat`; the ratio is the second one's time to the first one's.
 
 With --topology, nothing is run: the compiler of these chips estimates the device time of the gradients of both sides,
 in bfloat16, with sizes chosen for the memory of the chips. It needs requirements-aot.txt, and no weights in DIR.
@@ -154,7 +156,8 @@ def config_of(model: str, shape: Case, args: argparse.Namespace, more: dict[str,
 def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> None:
   """One side: takes a step for each line of the input, and answers with its seconds, loss and peak memory."""
   shape = shape_of(case, args)
-  config = config_of(model, shape, args, {'model.dtype': 'float32', 'model.param_dtype': 'float32'})
+  remat = {'model.remat': side} if args.remat else {}
+  config = config_of(model, shape, args, {'model.dtype': 'float32', 'model.param_dtype': 'float32', **remat})
   policy = build.load_policy(config)
   trainer = build.make_trainer(config, policy)
   state = trainer.init()
@@ -163,7 +166,7 @@ def serve_steps(model: str, case: str, side: str, args: argparse.Namespace) -> N
   chosen = Selection(rollout, np.ones(rows, bool), np.ones(rows, np.float32), shape.groups, rows, {})
   print(json.dumps({'tokens': int(rollout.trajectory.length.sum())}), flush=True)
   # Rows that may not share are packed as they were before beginnings were shared.
-  share = packing.tokens_to_share if side == SIDES[0] else (lambda trajectory: None)
+  share = packing.tokens_to_share if side == SIDES[0] or args.remat else (lambda trajectory: None)
   pack = functools.partial(_pack_narrow, packing.pack_batches) if side == CONTROL[0] else packing.pack_batches
   with mock.patch.object(packing, 'tokens_to_share', share), mock.patch.object(packing, 'pack_batches', pack):
     for _ in sys.stdin:
@@ -218,7 +221,7 @@ def estimate(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
   """Both sides of a case, in turns."""
-  names = CONTROL if args.control else SIDES
+  names = args.remat or (CONTROL if args.control else SIDES)
   sides, tokens, found = {}, {}, {side: [] for side in names}
   try:
     for side in names:
@@ -264,6 +267,7 @@ def main() -> None:
   parser.add_argument('--repeat', type=int, default=2)
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--control', action='store_true', help='two packings without sharing')
+  parser.add_argument('--remat', type=lambda text: tuple(text.split(',')), help='two values of model.remat')
   parser.add_argument('--no-lora', dest='lora', action='store_false', help='train all weights')
   parser.add_argument('--topology', default='', help='estimate the time of these chips, such as v5e:2x4 or h100:1')
   parser.add_argument('--quick', action='store_true', help='the built-in model, a few episodes')

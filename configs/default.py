@@ -49,8 +49,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.model.weights = 'float'
   # What the backward pass computes again to save memory: False (nothing), 'elementwise' (all but products with weights
   # and attention), 'attention' (all but attention), True (whole layers, which needs the least memory) or 'auto' (for
-  # each shape of batches the fastest that fits: of models less than 1,536 wide 'attention', of others 'elementwise'; if
-  # neither fits, whole layers).
+  # each shape of batches the fastest that fits: of models less than 1,536 wide 'attention', of others 'elementwise'; on
+  # one CPU 'elementwise', then 'attention'; if that does not fit, whole layers).
   config.model.remat = FieldReference(False, field_type=object)
   # Whether the critic is a second model that starts from the same weights (RAGEN's choice), or a value head on the
   # policy's trunk. A second model needs the memory of another policy and its optimiser state, and a forward pass over

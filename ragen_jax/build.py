@@ -356,8 +356,8 @@ def scoring_settings(
   config: ConfigDict, model: LanguageModel, temperature: float, limit: Callable[[], float] = memory.usable
 ) -> ScoringSettings:
   """The settings for scoring tokens that were sampled with this temperature."""
-  width = model.model.policy.cfg.hidden_size
-  remat = batch_sizes.remat_settings(config.model.remat, width, lambda: update_memory(config, model), limit)
+  policy = model.model.policy
+  remat = batch_sizes.remat_settings(config.model.remat, policy, lambda: update_memory(config, model), limit)
   return fill(
     ScoringSettings, config.model, temperature=temperature, vocab_limit=model.tokenizer.size,
     banned=model.tokenizer.banned, remat=remat, logits_chunk=_logits_chunk(config, model),

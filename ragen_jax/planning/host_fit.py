@@ -59,8 +59,7 @@ def _needed(config: ConfigDict, model: LanguageModel, limit: float) -> int:
   """Bytes of the update with the sizes that a run would choose for a limit."""
   sizes, found = build.size_settings(config, model), build.update_memory(config, model)
   chosen = batch_sizes.batching(sizes, lambda: found, lambda: limit)
-  width = model.model.policy.cfg.hidden_size
-  remat = batch_sizes.remat_settings(config.model.remat, width, lambda: found, lambda: limit)
+  remat = batch_sizes.remat_settings(config.model.remat, model.model.policy, lambda: found, lambda: limit)
   return batch_sizes.needed(sizes, chosen, remat, found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from ragen_jax.models.qwen import Qwen
 from ragen_jax.training.batches import BatchingSettings, PackingSettings
 from ragen_jax.training.memory import UpdateMemory
 from ragen_jax.training.scoring import RematSettings
@@ -24,12 +25,11 @@ _GIB = 2**30
 AUTO = 'auto'
 REMAT_OF = {False: 'none', 'elementwise': 'elementwise', 'attention': 'attention', True: 'layers'}
 _KEPT = {'elementwise': 'products', 'attention': 'attention'}
-# More columns than any device can take.
-ANY_COLUMNS = 2**31
 # A CPU is as fast with these as with more columns at once, and with logits of these as of more positions.
 HOST_COLUMNS, HOST_LOGITS = 8192, 256
 # A number of a product takes 2 D operations to compute again, and about 12 bytes of traffic to keep in the stack of all
-# layers. In narrower models, accelerators compute it again in less time.
+# layers. In narrower models, accelerators compute it again in less time. A CPU makes about 10 operations while it moves
+# a byte, so there it is faster to keep it in all models.
 _KEEP_FROM_WIDTH = 1536
 
 
@@ -77,17 +77,21 @@ class SizeSettings:
 
 
 def remat_settings(
-  name: bool | str, width: int, memory: Callable[[], UpdateMemory], limit: Callable[[], float]
+  name: bool | str, policy: Qwen, memory: Callable[[], UpdateMemory], limit: Callable[[], float]
 ) -> RematSettings:
   """What the backward pass computes again.
 
-  `name` is `config.model.remat`: a key of `REMAT_OF`, or 'auto' for the fastest that fits. `width` is D of the policy.
+  `name` is `config.model.remat`: a key of `REMAT_OF`, or 'auto' for the fastest that fits `policy` and its devices.
   `memory` and `limit`, the bytes that a device may hold, are asked only where they decide.
   """
   if name != AUTO:
-    return RematSettings(REMAT_OF[name], ANY_COLUMNS)
-  kept = 'attention' if width < _KEEP_FROM_WIDTH else 'elementwise'
-  return RematSettings(kept, memory().columns(limit(), kept))
+    return RematSettings.always(REMAT_OF[name])
+  if policy.attention.by_row:  # on one CPU
+    kept = ('elementwise', 'attention')
+  else:
+    kept = ('attention' if policy.cfg.hidden_size < _KEEP_FROM_WIDTH else 'elementwise',)
+  found, most = memory(), limit()
+  return RematSettings(tuple((remat, found.columns(most, remat)) for remat in kept))
 
 
 def micro_batch_size(settings: SizeSettings, memory: UpdateMemory, limit: float) -> int:
@@ -144,8 +148,9 @@ def describe(
   text = f'{chosen.micro_batch_size} rows of up to {s.width} columns at once'
   if chosen.packing is not None:
     text = f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device'
-  if remat.columns < columns:
-    text += f', up to {remat.columns} of them without computing {_KEPT[remat.remat]} again'
+  for name, most in remat.choices:
+    if most < columns:
+      text += f', up to {most} of them without computing {_KEPT[name]} again'
   total = needed(s, chosen, remat, memory)
   need = f'about {total / _GIB:.1f} GiB a device'
   if s.micro_batch_size:

@@ -28,6 +28,8 @@ from ragen_jax.utils.observer import Observer
 
 # The logit of a token that has no probability.
 _IMPOSSIBLE = -1e30
+# More columns than any device can take.
+ANY_COLUMNS = 2**31
 
 # Micro-batches that are scored one after the other.
 Plans = Sequence[MicroBatch | PackedBatch]
@@ -37,14 +39,20 @@ Plans = Sequence[MicroBatch | PackedBatch]
 class RematSettings:
   """What the backward pass computes again, by the columns that go through the model at once on one device.
 
-  Up to `columns` it is `remat`, one of `qwen.REMAT`; with more, 'layers'.
+  Attributes:
+    choices: pairs of one of `qwen.REMAT` and the most columns for it, the fastest first. With more columns than all of
+      them allow, whole layers are computed again.
   """
 
-  remat: str
-  columns: int
+  choices: tuple[tuple[str, int], ...]
+
+  @classmethod
+  def always(cls, remat: str) -> RematSettings:
+    """The same for any number of columns."""
+    return cls(((remat, ANY_COLUMNS),))
 
   def choose(self, columns: int) -> str:
-    return self.remat if columns <= self.columns else 'layers'
+    return next((remat for remat, most in self.choices if columns <= most), 'layers')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,7 @@ score = nnx.jit(score_tokens, static_argnums=2)
 
 def remat(name: str) -> RematSettings:
   """Settings that take one of `qwen.REMAT` for any number of columns."""
-  return RematSettings(name, columns=2**31)
+  return RematSettings.always(name)
 
 
 def loss(**fields: Any) -> LossSettings:

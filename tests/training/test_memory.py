@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import jax
 import numpy as np
@@ -294,12 +295,29 @@ def test_what_is_computed_again_is_the_fastest_that_fits():
     raise AssertionError('asked for the memory')
 
   for name, remat in ((False, 'none'), ('elementwise', 'elementwise'), ('attention', 'attention'), (True, 'layers')):
-    assert batch_sizes.remat_settings(name, 4096, asked, asked).choose(10**6) == remat
-  # A narrow model computes products again in less time than it reads them.
-  narrow = batch_sizes.remat_settings('auto', 896, lambda: _MEMORY, lambda: 2 * 2**30 + 5000 * 2**20)
-  assert narrow.columns == 5000 and (narrow.choose(5000), narrow.choose(5001)) == ('attention', 'layers')
-  wide = batch_sizes.remat_settings('auto', 3584, lambda: _MEMORY, lambda: 2 * 2**30 + 5000 * 2**20)
-  assert wide.columns == 5000 and (wide.choose(5000), wide.choose(5001)) == ('elementwise', 'layers')
+    assert batch_sizes.remat_settings(name, _policy(4096, by_row=False), asked, asked).choose(10**6) == remat
+
+  def auto(width, by_row, memory=_MEMORY):
+    return batch_sizes.remat_settings(
+      'auto', _policy(width, by_row), lambda: memory, lambda: 2 * 2**30 + 5000 * 2**20
+    )  # fmt: skip
+
+  # A narrow model computes products again in less time than an accelerator reads them.
+  narrow, wide = auto(896, by_row=False), auto(3584, by_row=False)
+  assert narrow.choices == (('attention', 5000),)
+  assert (narrow.choose(5000), narrow.choose(5001)) == ('attention', 'layers')
+  assert (wide.choose(5000), wide.choose(5001)) == ('elementwise', 'layers')
+  # A CPU reads them sooner, and keeps less where that does not fit.
+  kept = _NOTHING | {'elementwise': (0, 2**20), 'attention': (0, 2**18)}
+  host = auto(896, by_row=True, memory=dataclasses.replace(_MEMORY, saved=kept))
+  assert host.choices == (('elementwise', 2500), ('attention', 4000))
+  assert [host.choose(n) for n in (2500, 2501, 4000, 4001)] == ['elementwise', 'attention', 'attention', 'layers']
+
+
+def _policy(width, by_row):
+  return types.SimpleNamespace(
+    cfg=types.SimpleNamespace(hidden_size=width), attention=types.SimpleNamespace(by_row=by_row)
+  )  # fmt: skip
 
 
 _SIZES = SizeSettings(
@@ -310,7 +328,7 @@ _NOTHING = dict.fromkeys(REMAT, (0, 0))
 _MEMORY = UpdateMemory(
   kept=2**30, saved=_NOTHING, head=0, head_column=0, layers=2**30, layers_column=2**20, scores_column=0, most_scores=0
 )
-_REMAT = RematSettings('elementwise', 1000)
+_REMAT = RematSettings((('elementwise', 1000), ('attention', 2**31)))
 
 
 @pytest.mark.parametrize(('rows', 'expected'), [(0.5, 2), (1.0, 2), (3.9, 6), (4.0, 8), (7.0, 12), (100.0, 24)])
@@ -341,7 +359,7 @@ def test_columns_that_nothing_is_computed_again_for_are_told_if_there_are_more(k
   packed = dataclasses.replace(_SIZES, micro_batch_size=4, packing=True, max_context=3600)
   chosen = batch_sizes.batching(packed, lambda: _MEMORY, lambda: 2**40)
   assert chosen.packing.columns == 7424
-  text = batch_sizes.describe(packed, chosen, RematSettings('elementwise', kept), _MEMORY, 2**40)
+  text = batch_sizes.describe(packed, chosen, RematSettings((('elementwise', kept),)), _MEMORY, 2**40)
   assert (f'up to {kept} of them' in text) == ('of them' in text) == told
 
 
