@@ -56,7 +56,7 @@ from ragen_jax.training.records import RecordSettings
 from ragen_jax.training.replay import ReplaySettings
 from ragen_jax.training.run import RunSettings
 from ragen_jax.training.run_log import BEST, LogSettings
-from ragen_jax.training.scoring import ScoringSettings
+from ragen_jax.training.scoring import ANY_COLUMNS, ScoringSettings
 from ragen_jax.training.selection import FilterSettings
 from ragen_jax.training.trainer import RolloutSettings, Trainer, TrainerSettings, UpdateSettings
 from ragen_jax.utils.errors import UserError
@@ -322,7 +322,7 @@ def size_settings(config: ConfigDict, model: LanguageModel) -> SizeSettings:
   return fill(
     SizeSettings, config.optimizer, max_context=config.agent.max_context, length_step=config.length_step,
     whole_rows=not (a.mask_loss and a.mask_advantages), shards=row_shards(model.mesh), remat=config.model.remat,
-    most_columns=batch_sizes.HOST_COLUMNS if _on_one_cpu(model) else batch_sizes.ANY_COLUMNS,
+    most_columns=batch_sizes.HOST_COLUMNS if _on_one_cpu(model) else ANY_COLUMNS,
     most_shared=min(trunk.tree_columns for trunk in trunks),
     skips_unseen=_on_one_cpu(model) and model.model.policy.cfg.vision is None,  # images are not measured
   )  # fmt: skip
