@@ -149,7 +149,7 @@ def describe(
   if chosen.packing is not None:
     text = f'rows packed into bins of up to {s.width} columns, {columns} columns at once on a device'
   for name, most in remat.choices:
-    if most < columns:
+    if 0 < most < columns:
       text += f', up to {most} of them without computing {_KEPT[name]} again'
   total = needed(s, chosen, remat, memory)
   need = f'about {total / _GIB:.1f} GiB a device'

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from configs import bandit_grpo, default
 from ragen_jax.algorithms import group_relative as module
 
 OPTIONS = ('scale_by_std', 'length_weight')
@@ -211,3 +213,30 @@ def test_statistics_of_as_many_steps_as_long_games_make():
   np.testing.assert_array_equal(count, counts)
   np.testing.assert_allclose(mean, means, atol=1e-5)
   np.testing.assert_allclose(std, np.sqrt(np.bincount(key, deviations)[key] / np.maximum(counts - 1, 1)), atol=1e-5)
+
+
+def advantage_of_the_safe_arm(size, safe, *, scale_by_std):
+  """The exact mean advantage of an episode that pulls the Bandit's safe arm, in a group where `safe` of them do."""
+  bandit = default.get_config().envs.Bandit
+  risky, p = size - safe, bandit.high_probability
+  payments = range(risky + 1)  # one group for each number of payments
+  chance = np.asarray([math.comb(risky, n) * p**n * (1 - p) ** (risky - n) for n in payments])
+  scores = [[bandit.low_reward] * safe + [bandit.high_reward] * n + [0.0] * (risky - n) for n in payments]
+  group = np.repeat(np.arange(len(chance)), size)
+  found = grpo(
+    np.asarray(scores, np.float32).ravel(), group, np.ones((len(group), 1), bool), scale_by_std=scale_by_std,
+    length_weight=False,
+  )  # fmt: skip
+  return float(chance @ np.asarray(found).reshape(len(chance), size)[:, 0])
+
+
+@pytest.mark.parametrize('preset', ['', 'qwen2.5-0.5b'])
+def test_groups_of_the_bandit_are_so_large_that_grpo_favours_the_better_arm(preset):
+  size = bandit_grpo.get_config(preset).train.group_size
+  assert all(advantage_of_the_safe_arm(size, safe, scale_by_std=True) < -0.1 for safe in range(1, size // 2 + 1))
+
+
+def test_in_groups_of_eight_grpo_favours_the_safe_arm_of_the_bandit_and_dr_grpo_does_not():
+  safe = range(1, 5)
+  assert all(advantage_of_the_safe_arm(8, n, scale_by_std=True) > 0 for n in safe)
+  assert all(advantage_of_the_safe_arm(8, n, scale_by_std=False) < -0.05 for n in safe)
