@@ -354,7 +354,7 @@ def test_a_number_is_taken_as_it_is_and_asks_for_no_memory():
   assert 'micro_batch_size=4' in batch_sizes.describe(own, packed, _REMAT, _MEMORY, 2**40)
 
 
-@pytest.mark.parametrize(('kept', 'told'), [(7423, True), (7424, False), (2**24, False)])
+@pytest.mark.parametrize(('kept', 'told'), [(0, False), (7423, True), (7424, False), (2**24, False)])
 def test_columns_that_nothing_is_computed_again_for_are_told_if_there_are_more(kept, told):
   packed = dataclasses.replace(_SIZES, micro_batch_size=4, packing=True, max_context=3600)
   chosen = batch_sizes.batching(packed, lambda: _MEMORY, lambda: 2**40)
