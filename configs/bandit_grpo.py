@@ -10,7 +10,7 @@ from ragen_jax.models.presets import BUILT_IN
 def get_config(model: str = ''):
   """PPO's settings with group-relative advantages, in groups of 16.
 
-  In groups of eight or fewer, GRPO favours the safe arm, although it pays less: see docs/algorithms.md.
+  In groups of four or eight, GRPO favours the safe arm on average, although it pays less: see docs/algorithms.md.
   """
   config = bandit_ppo.get_config(model)
   config.algorithm.adv_estimator = 'grpo'

@@ -28,8 +28,8 @@ _KEPT = {'elementwise': 'products', 'attention': 'attention'}
 # A CPU is as fast with these as with more columns at once, and with logits of these as of more positions.
 HOST_COLUMNS, HOST_LOGITS = 8192, 256
 # A number of a product takes 2 D operations to compute again, and about 12 bytes of traffic to keep in the stack of all
-# layers. In narrower models, accelerators compute it again in less time. A CPU makes about 10 operations while it moves
-# a byte, so there it is faster to keep it in all models.
+# layers. In narrower models, accelerators compute it again in less time. On a CPU, keeping
+# it took less time in both models that were measured, which are narrow (docs/memory.md).
 _KEEP_FROM_WIDTH = 1536
 
 
