@@ -259,6 +259,13 @@ def measure(model: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
   }  # fmt: skip
 
 
+def _two_remats(text: str) -> tuple[str, ...]:
+  names = tuple(text.split(','))
+  if len(set(names)) != 2 or len(names) != 2 or not set(names) <= {'elementwise', 'attention', 'auto'}:
+    raise argparse.ArgumentTypeError(f"{text!r}; allowed: two different ones of 'elementwise', 'attention' and 'auto'")
+  return names
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--model', action='append', help="NAME=DIR; 'tiny' for the built-in model")
@@ -267,7 +274,7 @@ def main() -> None:
   parser.add_argument('--repeat', type=int, default=2)
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--control', action='store_true', help='two packings without sharing')
-  parser.add_argument('--remat', type=lambda text: tuple(text.split(',')), help='two values of model.remat')
+  parser.add_argument('--remat', type=_two_remats, help="two of 'elementwise', 'attention' and 'auto'")
   parser.add_argument('--no-lora', dest='lora', action='store_false', help='train all weights')
   parser.add_argument('--topology', default='', help='estimate the time of these chips, such as v5e:2x4 or h100:1')
   parser.add_argument('--quick', action='store_true', help='the built-in model, a few episodes')
@@ -276,6 +283,8 @@ def main() -> None:
   if args.quick:
     args.model, args.case, args.repeat = args.model or ['tiny'], args.case or ['frozenlake'], 1
     args.output = ROOT / 'runs/quick/shared_update.json'
+  if args.remat and (args.control or args.topology):
+    parser.error('--remat is not for --control and --topology')
   if side := os.environ.get(_SIDE):
     serve_steps(args.model[-1], args.case[-1], side, args)
     return
