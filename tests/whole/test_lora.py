@@ -110,6 +110,7 @@ def test_a_run_with_adapters_on_a_bf16_base_learns_resumes_and_leaves_its_base_a
     **_BANDIT, num_iterations=10, train__groups=32, train__group_size=8, eval__groups=256, eval__group_size=4,
     length_step=64, eval__temperature=1.0, optimizer__mini_batch_size=64, optimizer__micro_batch_size=64,
     algorithm__kl_loss_coef=1e-3, checkpoint__every=3,
+    algorithm__lam=0.95,  # the bounds below were measured with it
   )  # fmt: skip
   seen, init = {}, Trainer.init
 
