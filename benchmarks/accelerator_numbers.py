@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from benchmarks.accelerator_decode import decode_once, one_line_of, sampler_of
 from benchmarks.accelerator_work import Work, compute_dtype, has_torch, measured
 from ragen_jax.distributed.mesh import AXES
-from ragen_jax.models.attention import EINSUM, IMPLEMENTATIONS
 from ragen_jax.models.attention_choice import choose_attention
+from ragen_jax.models.attention_settings import EINSUM, IMPLEMENTATIONS
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.qwen import Qwen, QwenConfig

@@ -33,8 +33,8 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.processes import row_share
 from ragen_jax.distributed.sharding import row_shards
 from ragen_jax.models import presets
-from ragen_jax.models.attention import IMPLEMENTATIONS
 from ragen_jax.models.attention_choice import AUTO, choose_attention
+from ragen_jax.models.attention_settings import IMPLEMENTATIONS
 from ragen_jax.models.checkpoint import peft as adapter_files
 from ragen_jax.models.checkpoint.config import critic_directory, read_config
 from ragen_jax.planning import topologies

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ragen_jax.models.attention import IMPLEMENTATIONS, AttentionSettings
+from ragen_jax.models.attention_settings import IMPLEMENTATIONS, AttentionSettings
 from ragen_jax.models.qwen import QwenConfig
 from ragen_jax.utils.errors import UserError, one_line
 
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 def choose_attention(name: str, cfg: QwenConfig, dtype: Any, mesh: Mesh) -> AttentionSettings:
   """How a model attends on the devices of a mesh, which need not be those of this machine. Nothing is compiled.
 
-  `name` is 'auto' or one of `attention.IMPLEMENTATIONS`. 'auto' takes 'flash' on TPUs, cuDNN on GPUs (else 'einsum',
-  with a reason in the log), 'blocks' on one CPU device and 'einsum' on several.
+  `name` is 'auto' or one of `attention_settings.IMPLEMENTATIONS`. 'auto' takes 'flash' on TPUs, cuDNN on GPUs (else
+  'einsum', with a reason in the log), 'blocks' on one CPU device and 'einsum' on several.
 
   Raises:
     UserError: the named implementation cannot be used there.

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 from ragen_jax.models import attention_tpu, trees
-from ragen_jax.models.attention import KEPT, MOST_FLASH_COLUMNS
+from ragen_jax.models.attention_settings import KEPT, MOST_FLASH_COLUMNS
 
 # Block lengths of the kernels for TPUs, multiples of the 128 lanes. Large blocks are faster: every block has a fixed
 # cost, and the backward pass reads all keys once for each block of queries.

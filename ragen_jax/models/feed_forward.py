@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ragen_jax.distributed.sharding import SamplingLayout
-from ragen_jax.models.attention import KEPT
+from ragen_jax.models.attention_settings import KEPT
 from ragen_jax.models.grouped_product import grouped_product
 from ragen_jax.models.int8 import Int8
 from ragen_jax.models.layers import FUSE_BELOW_WIDTH, Projection, fan_in_normal, project

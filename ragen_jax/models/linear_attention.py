@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ragen_jax.distributed.sharding import SamplingLayout
 from ragen_jax.models import delta_rule, trees
-from ragen_jax.models.attention import KEPT
+from ragen_jax.models.attention_settings import KEPT
 from ragen_jax.models.layers import Projection, RMSNorm, fan_in_normal, project
 
 # Added to the squared length of queries and keys, of any model.

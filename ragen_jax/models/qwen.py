@@ -20,7 +20,8 @@ from flax import nnx, struct
 
 from ragen_jax.distributed.sharding import SamplingLayout, look_up, row_sharding
 from ragen_jax.models import linear_attention, trees
-from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, attend_to_heads, by_heads, causal, is_kept
+from ragen_jax.models.attention import attend, attend_to_heads, by_heads, causal, is_kept
+from ragen_jax.models.attention_settings import EINSUM, AttentionSettings
 from ragen_jax.models.feed_forward import MLP, ExpertsConfig, MixtureOfExperts
 from ragen_jax.models.grouped_product import GROUPED
 from ragen_jax.models.layers import FUSE_BELOW_WIDTH, Projection, RMSNorm, fan_in_normal, project, scan_layers

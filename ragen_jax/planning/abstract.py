@@ -19,8 +19,8 @@ from ragen_jax.agent.sampler_speaker import fed_image_tokens
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, row_shards
 from ragen_jax.models import int8, lora, presets
-from ragen_jax.models.attention import EINSUM
 from ragen_jax.models.attention_choice import choose_attention
+from ragen_jax.models.attention_settings import EINSUM
 from ragen_jax.models.checkpoint.config import trunk_config
 from ragen_jax.models.layers import freeze
 from ragen_jax.models.qwen import Qwen

@@ -17,7 +17,8 @@ from ragen_jax.agent.language_model import LanguageModel, param_state
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import optimizer_shardings, trained_shardings, tree_shardings
 from ragen_jax.models import lora
-from ragen_jax.models.attention import HOLDING_SCORES, row_scores
+from ragen_jax.models.attention import row_scores
+from ragen_jax.models.attention_settings import HOLDING_SCORES
 from ragen_jax.models.layers import is_frozen
 from ragen_jax.models.qwen import LINEAR, REMAT, Qwen, QwenConfig
 from ragen_jax.utils import host_memory

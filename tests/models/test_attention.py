@@ -13,14 +13,8 @@ from jax.sharding import AbstractMesh
 
 from ragen_jax.distributed.mesh import AXES
 from ragen_jax.models import attention, trees
-from ragen_jax.models.attention import (
-  EINSUM,
-  AttentionSettings,
-  attend,
-  attend_causal_by_row,
-  attend_to_heads,
-  by_heads,
-)
+from ragen_jax.models.attention import attend, attend_causal_by_row, attend_to_heads, by_heads
+from ragen_jax.models.attention_settings import EINSUM, AttentionSettings
 
 _WAYS = pytest.mark.parametrize('settings', [EINSUM, *(AttentionSettings(name, None) for name in ('flash', 'blocks'))])
 

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from ragen_jax.models import attention_kernels, trees
-from ragen_jax.models.attention import EINSUM, AttentionSettings, attend, causal
+from ragen_jax.models.attention import attend, causal
+from ragen_jax.models.attention_settings import EINSUM, AttentionSettings
 from tests.support.paths import ROOT
 from tests.support.processes import environment
 from tests.support.trees import random_tree, seen_until_of

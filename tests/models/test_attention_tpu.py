@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ragen_jax.models import attention_kernels, attention_tpu
-from ragen_jax.models.attention import EINSUM, causal
+from ragen_jax.models.attention import causal
+from ragen_jax.models.attention_settings import EINSUM
 from tests.support.trees import seen_until_of
 
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from ragen_jax.models import lora, qwen
-from ragen_jax.models.attention import EINSUM, AttentionSettings
+from ragen_jax.models.attention_settings import EINSUM, AttentionSettings
 from ragen_jax.models.checkpoint import experts_config, linear_config, window_config
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import stored, weights

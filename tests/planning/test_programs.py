@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.models.attention import EINSUM
+from ragen_jax.models.attention_settings import EINSUM
 from ragen_jax.planning import abstract, programs
 from ragen_jax.sampling.capacity import bytes_per_device
 from ragen_jax.training import optimizer_step

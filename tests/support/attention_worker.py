@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.distributed.sharding import ROW_AXES, row_sharding, row_shards, tree_shardings
-from ragen_jax.models.attention import EINSUM, AttentionSettings, causal
+from ragen_jax.models.attention import causal
+from ragen_jax.models.attention_settings import EINSUM, AttentionSettings
 from ragen_jax.models.qwen import Qwen, QwenConfig
 from tests.support.trees import seen_until_of
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from ragen_jax import envs as registry
 from ragen_jax.envs.dataset.environment import DatasetEnvironment
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.verifiers import Verifier, VerifierSettings, make_verifier
 
 FUNCTIONS = __name__

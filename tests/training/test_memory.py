@@ -17,7 +17,7 @@ from ragen_jax.agent.image_table_sizes import ImageCounts, ImageTableSizes
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.models import lora, presets
-from ragen_jax.models.attention import AttentionSettings
+from ragen_jax.models.attention_settings import AttentionSettings
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.layers import freeze
 from ragen_jax.models.linear_attention import LinearConfig

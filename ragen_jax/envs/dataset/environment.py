@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.dataset import selection, sources
-from ragen_jax.envs.dataset.items import FIELDS, Item, ItemSettings, load_items
+from ragen_jax.envs.dataset.item import Item
+from ragen_jax.envs.dataset.items import FIELDS, ItemSettings, load_items
 from ragen_jax.envs.dataset.tool_use import FINISH, Final, Told, Toolbox, make_toolbox, write_call
 from ragen_jax.envs.dataset.verifiers import Verdict, Verifier, check_verifier
 from ragen_jax.envs.options import (

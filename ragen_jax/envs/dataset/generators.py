@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.numbers_in_text import read_number
 from ragen_jax.envs.dataset.sources import Row
 from ragen_jax.envs.dataset.verifiers import INSTALL, Verdict, Verifier, VerifierSettings, check_fraction, read_options

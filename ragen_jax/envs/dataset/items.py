@@ -16,45 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from ragen_jax.envs.dataset import selection, sources
+from ragen_jax.envs.dataset.item import LETTERS, Item
 from ragen_jax.envs.dataset.verifiers import Verifier, VerifierSettings, make_verifier
 from ragen_jax.utils.errors import did_you_mean, one_line, short
 
 _log = logging.getLogger(__name__)
 
 FIELDS = ('question', 'answer', 'choices', 'solution', 'group', 'difficulty')
-MOST_CHOICES = 26
-_LETTERS = 'ABCDEFGHIJKLMNOPQRSTUVWXYZ'
 # Golds of which only the verifier's own package can say whether it reads them: so many are read at load.
 _CHECKED_GOLDS = 64
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Item:
-  """A question and what its answer is compared with.
-
-  Attributes:
-    question: the text of the question.
-    gold: what the verifier's `read_gold` returned.
-    choices: the texts of the choices A, B, ...; empty for none.
-    solution: a worked answer; '' for none.
-    id: digest of the group, or of the question's identity to the verifier; equal for items that may not be on both
-      sides of a split.
-    extra: the other fields of the row, if the verifier needs them.
-    difficulty: a number that a curriculum sorts by, larger for harder questions; None if no field has it.
-  """
-
-  question: str
-  gold: Any
-  choices: tuple[str, ...] = ()
-  solution: str = ''
-  id: str = ''
-  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  difficulty: float | None = None
-
-  @property
-  def text(self) -> str:
-    """The question as the policy sees it, with its choices."""
-    return '\n'.join([self.question, *(f'{_LETTERS[i]}. {choice}' for i, choice in enumerate(self.choices))])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,14 +239,14 @@ class _Reader:
       texts, labels = list(raw.values()), list(raw)
     else:
       texts, labels = raw, None
-    if not isinstance(texts, list | tuple) or not 2 <= len(texts) <= MOST_CHOICES:
+    if not isinstance(texts, list | tuple) or not 2 <= len(texts) <= len(LETTERS):
       texts = []
-    labels = list(_LETTERS[: len(texts)]) if labels is None else labels
+    labels = list(LETTERS[: len(texts)]) if labels is None else labels
     texts = [str(x) if isinstance(x, int | float) else x for x in texts]
     good = texts and all(isinstance(x, str) and x.strip() for x in texts) and isinstance(labels, list)
     if not good or len({str(x) for x in labels}) != len(texts):
       raise ValueError(
-        f'{place}: {self._fields["choices"]}={short(raw)}; allowed: a list of 2 to {MOST_CHOICES} texts, texts by '
+        f'{place}: {self._fields["choices"]}={short(raw)}; allowed: a list of 2 to {len(LETTERS)} texts, texts by '
         "label, or {'text': [...], 'label': [...]}"
       )
     return tuple(x.strip() for x in texts), tuple(str(x) for x in labels)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.numbers_in_text import Number as ReadNumber
 from ragen_jax.envs.dataset.numbers_in_text import boxed, is_changed_by, is_equal, number_of, read_number
 from ragen_jax.envs.dataset.text_verifiers import UNREADABLE, squeezed

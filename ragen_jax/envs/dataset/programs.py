@@ -17,10 +17,11 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ragen_jax.envs.dataset import inside
 from ragen_jax.envs.dataset.confined import Confined, Limits, SandboxError
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.program_tests import (
   Assertions,
   Calls,
@@ -35,9 +36,6 @@ from ragen_jax.envs.dataset.verifiers import Verdict, Verifier, VerifierSettings
 from ragen_jax.envs.options import check_choice, check_integer, check_seconds, check_text, is_number
 from ragen_jax.utils.errors import one_line
 from ragen_jax.utils.threads import Fault, attempt
-
-if TYPE_CHECKING:
-  from ragen_jax.envs.dataset.items import Item
 
 # How a program can fail. The first that happens is the verdict of the program.
 FAILURES = ('wrong', 'timeout', 'memory', 'output', 'crash', 'forged', 'no_verdict', 'no_program')

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.numbers_in_text import Number as ReadNumber
 from ragen_jax.envs.dataset.numbers_in_text import boxed, is_equal, number_of, read_number
 from ragen_jax.envs.dataset.verifiers import (

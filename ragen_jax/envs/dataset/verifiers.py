@@ -14,17 +14,15 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.options import check_mapping, is_number
 from ragen_jax.utils.errors import did_you_mean, one_line, short
 from ragen_jax.utils.imports import import_function, import_object
 from ragen_jax.utils.threads import Fault, run_calls
-
-if TYPE_CHECKING:
-  from ragen_jax.envs.dataset.items import Item
 
 # Name -> the class. Only the class that is asked for is imported, because some need optional packages.
 VERIFIERS: Mapping[str, str] = {

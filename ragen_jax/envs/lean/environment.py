@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ragen_jax.envs.dataset import selection, sources
-from ragen_jax.envs.dataset.items import Item, load_items
+from ragen_jax.envs.dataset.item import Item
+from ragen_jax.envs.dataset.items import load_items
 from ragen_jax.envs.lean import proofs
 from ragen_jax.envs.lean.server import LeanServer, LeanServerSettings
 from ragen_jax.envs.lean.session import LeanSession, LeanSessionSettings

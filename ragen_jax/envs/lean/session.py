@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.tools import cut
 from ragen_jax.envs.lean import proofs
 from ragen_jax.envs.lean.proofs import Outcome, Statement

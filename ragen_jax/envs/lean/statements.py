@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ragen_jax.envs.dataset.items import Item, ItemSettings
+from ragen_jax.envs.dataset.item import Item
+from ragen_jax.envs.dataset.items import ItemSettings
 from ragen_jax.envs.dataset.verifiers import Verdict, Verifier
 from ragen_jax.envs.lean import proofs
 from ragen_jax.envs.lean.proofs import Statement

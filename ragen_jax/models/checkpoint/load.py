@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from ragen_jax.models.attention import EINSUM, AttentionSettings
+from ragen_jax.models.attention_settings import EINSUM, AttentionSettings
 from ragen_jax.models.checkpoint.config import (
   CONFIG_FILE,
   DTYPES,

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 
-from ragen_jax.models.attention import AttentionSettings, attend
+from ragen_jax.models.attention import attend
+from ragen_jax.models.attention_settings import AttentionSettings
 from ragen_jax.models.layers import LayerNorm, Projection, RMSNorm, fan_in_normal, scan_layers
 from ragen_jax.models.rotary import rotated
 from ragen_jax.models.vision import grids

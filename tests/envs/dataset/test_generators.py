@@ -8,7 +8,7 @@ import types
 import pytest
 
 from ragen_jax.envs.dataset.generators import ReasoningGym
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.verifiers import VerifierSettings
 from ragen_jax.utils.threads import Fault
 from tests.support.datasets import make, reference_answers

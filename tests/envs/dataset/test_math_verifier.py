@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.math_verifier import Math
 from ragen_jax.envs.dataset.verifiers import VerifierSettings
 from ragen_jax.utils import math_checker

@@ -521,7 +521,7 @@ def test_reference_solutions_of_humaneval_pass_and_others_fail(sandbox, human_ev
 
 _FIRST = """
 import glob, os
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.verifiers import VerifierSettings, make_verifier
 assert os.getpid() == 1
 code = make_verifier('code', VerifierSettings({}, 30.0, 1, '', {}))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.text_verifiers import f1_score, read_choice, squad_words
 from tests.support.datasets import judge, untimed, verifier
 from tests.support.environments import raises_one_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragen_jax.envs.dataset.items import Item
+from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.verifiers import VERIFIERS, Verdict, Verifier, check_verifier
 from ragen_jax.utils.imports import import_object
 from ragen_jax.utils.threads import Fault

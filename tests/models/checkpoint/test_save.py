@@ -18,7 +18,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ragen_jax.models.attention import AttentionSettings
+from ragen_jax.models.attention_settings import AttentionSettings
 from ragen_jax.models.checkpoint.config import critic_directory, read_config, trunk_config
 from ragen_jax.models.checkpoint.load import load_model, load_params, load_value_head
 from ragen_jax.models.checkpoint.names import weights

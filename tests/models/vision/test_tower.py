@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.models.attention import EINSUM
+from ragen_jax.models.attention_settings import EINSUM
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.tower import VisionTower
 from ragen_jax.utils.errors import UserError
