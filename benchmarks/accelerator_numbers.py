@@ -22,7 +22,8 @@ from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.attention_settings import EINSUM, IMPLEMENTATIONS
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.draw import GREEDY
 from ragen_jax.training.batches import TokenRows

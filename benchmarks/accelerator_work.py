@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragen_jax.distributed.chips import Chip, chip_of
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 
 SHAPE = QwenConfig(
   vocab_size=151_936,

@@ -21,7 +21,8 @@ from ragen_jax.models.checkpoint.config import critic_directory, read_config
 from ragen_jax.models.checkpoint.load import load_model, load_value_head
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.layers import freeze
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.encoder import Encoder
 from ragen_jax.models.vision.processor import ProcessorConfig, read_processor

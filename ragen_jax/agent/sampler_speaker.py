@@ -116,6 +116,7 @@ class SamplerSpeaker:
     self._sampling = sampling
     self._observer = observer
     self._eyes = eyes
+    self._visual: Any = None  # the tower's weights
     self._seen: dict[bytes, Features] = {}  # of the rollout's images, by digest
     self._schedule: Schedule | None = None
     self._state: SamplerState | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ragen_jax.utils.sizes import GIB
+
 _GB = 10**9
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +58,16 @@ _GPUS = ('1', '2', '4', '8')
 # Links of TPUs: half of the documented bandwidth, which counts both directions. The memory of TPUs is in GiB.
 CHIPS: dict[str, Chip] = {
   'v5e': Chip(
-    'tpu', 197e12, 16 * _GIB, 819e9, 100e9, 1.5e9, 128, _FLAT, 'TPU v5 lite', 'https://cloud.google.com/tpu/docs/v5e'
+    'tpu', 197e12, 16 * GIB, 819e9, 100e9, 1.5e9, 128, _FLAT, 'TPU v5 lite', 'https://cloud.google.com/tpu/docs/v5e'
   ),
   'v6e': Chip(
-    'tpu', 918e12, 32 * _GIB, 1640e9, 224e9, 1.75e9, 256, _FLAT, 'TPU v6 lite', 'https://cloud.google.com/tpu/docs/v6e'
+    'tpu', 918e12, 32 * GIB, 1640e9, 224e9, 1.75e9, 256, _FLAT, 'TPU v6 lite', 'https://cloud.google.com/tpu/docs/v6e'
   ),
   'v5p': Chip(
-    'tpu', 459e12, 95 * _GIB, 2765e9, 300e9, 1.75e9, 128, _CUBES, 'TPU v5', 'https://cloud.google.com/tpu/docs/v5p'
+    'tpu', 459e12, 95 * GIB, 2765e9, 300e9, 1.75e9, 128, _CUBES, 'TPU v5', 'https://cloud.google.com/tpu/docs/v5p'
   ),
   'h100': Chip(
-    'cuda', 989e12, 80 * _GIB, 3352e9, 450e9, 1.98e9, 128, _GPUS, 'NVIDIA H100',
+    'cuda', 989e12, 80 * GIB, 3352e9, 450e9, 1.98e9, 128, _GPUS, 'NVIDIA H100',
     'https://www.nvidia.com/en-us/data-center/h100/'
   ),
   'h200': Chip(

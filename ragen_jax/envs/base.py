@@ -68,6 +68,15 @@ class Budget:
     return min(self.max_actions, self.max_turns * self.max_actions_per_turn)
 
 
+def check_max_steps(max_steps: int, budget: Budget) -> None:
+  """Raises ValueError if a game ends after `max_steps` actions and the budget, which the prompt states, has more."""
+  if max_steps < budget.max_actions:
+    raise ValueError(
+      f'max_steps={max_steps}; allowed: at least max_actions={budget.max_actions}, since the prompt states only that '
+      'limit'
+    )
+
+
 class Solution(Protocol):
   """Best play on a batch of N levels, for one budget.
 

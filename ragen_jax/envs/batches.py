@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ragen_jax.utils.sizes import next_power
+
 # Rows of the smallest compiled program.
 _LEAST_ROWS = 16
 
@@ -23,6 +25,6 @@ def batched(function: Callable[[Any, Any], Any], env: Any, rows: Any) -> Any:
   The function gets a power of two of rows, so that few programs are compiled.
   """
   count = len(jax.tree.leaves(rows)[0])
-  padded = np.minimum(np.arange(max(_LEAST_ROWS, 1 << (count - 1).bit_length())), count - 1)
+  padded = np.minimum(np.arange(max(_LEAST_ROWS, next_power(count))), count - 1)
   found = function(env, jax.tree.map(lambda leaf: np.asarray(leaf)[padded], rows))
   return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], found)

@@ -166,11 +166,7 @@ class Sokoban(base.Environment):
 
   def check_budget(self, budget: base.Budget) -> None:
     """Raises ValueError if the game can end before the budget of actions, which the prompt states, is used up."""
-    if self.max_steps < budget.max_actions:
-      raise ValueError(
-        f'max_steps={self.max_steps}; allowed: at least max_actions={budget.max_actions}, since the prompt states '
-        'only that limit'
-      )
+    base.check_max_steps(self.max_steps, budget)
 
   def reset(self, key: jax.Array) -> State:
     """A level by reverse play (`sokoban_levels.generate`), solvable and not yet solved, or a level of the file."""

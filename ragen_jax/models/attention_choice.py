@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ragen_jax.models.attention_settings import IMPLEMENTATIONS, AttentionSettings
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.utils.errors import UserError, one_line
 
 AUTO = 'auto'

@@ -19,6 +19,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ragen_jax.utils.sizes import next_power
+
 # Most columns of a chunk: the products within it grow with its width, and the steps from chunk to chunk become fewer.
 _CHUNK = 64
 # The inverse of a chunk's triangle begins with blocks of so many columns.
@@ -30,7 +32,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 def chunk_columns(key_width: int) -> int:
   """C, a power of two. Chunks wider than the keys cost more in their own matrices than they save in memories."""
-  return min(_CHUNK, max(_BLOCK, 1 << (key_width - 1).bit_length()))
+  return min(_CHUNK, max(_BLOCK, next_power(key_width)))
 
 
 def one_column(

@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 
 from ragen_jax.distributed.sharding import trained_shardings, tree_shardings
 from ragen_jax.models.layers import Frozen, Projection
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 
 TARGETS = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
 # Those of linear attention, which only some models have.

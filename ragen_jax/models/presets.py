@@ -10,7 +10,7 @@ from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, rea
 from ragen_jax.models.checkpoint.vision_config import IDS
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, WINDOWED, QwenConfig
+from ragen_jax.models.qwen_config import FULL, LINEAR, WINDOWED, QwenConfig
 from ragen_jax.models.rotary import Llama3Scaling
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_5, QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig, read_processor

@@ -8,33 +8,28 @@ reports of Qwen2 (arXiv 2407.10671), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv 24
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx, struct
+from flax import nnx
 
 from ragen_jax.distributed.sharding import SamplingLayout, look_up, row_sharding
-from ragen_jax.models import linear_attention, trees
+from ragen_jax.models import trees
 from ragen_jax.models.attention import attend, attend_to_heads, by_heads, causal, is_kept
 from ragen_jax.models.attention_settings import EINSUM, AttentionSettings
-from ragen_jax.models.feed_forward import MLP, ExpertsConfig, MixtureOfExperts
+from ragen_jax.models.feed_forward import MLP, MixtureOfExperts
 from ragen_jax.models.grouped_product import GROUPED
+from ragen_jax.models.layer_cache import Cache, CacheMask, HeadsCache, LayerCache, empty_cache
 from ragen_jax.models.layers import FUSE_BELOW_WIDTH, Projection, RMSNorm, fan_in_normal, project, scan_layers
-from ragen_jax.models.linear_attention import GatedDeltaNet, LinearConfig, RecurrentState
-from ragen_jax.models.rotary import LinearScaling, Llama3Scaling, frequency_axes, rotary
+from ragen_jax.models.linear_attention import GatedDeltaNet, RecurrentState
+from ragen_jax.models.qwen_config import LINEAR, WINDOWED, QwenConfig
+from ragen_jax.models.rotary import rotary
 from ragen_jax.models.vision import features as image_features
-from ragen_jax.models.vision.config import VisionConfig
 from ragen_jax.models.vision.tower import Features, VisionTower
 from ragen_jax.utils.errors import UserError
-
-# Kinds of layers, by the names of Hugging Face: attention to all columns before, the memory of `linear_attention`, or
-# attention to the last columns.
-FULL, LINEAR, WINDOWED = 'full_attention', 'linear_attention', 'sliding_attention'
 
 # From this many layers on, one compiled body serves all layers where no cache is given. A program with a copy of the
 # body for each layer takes minutes to compile for an accelerator; few layers are faster without the copy of the weights
@@ -45,245 +40,6 @@ _SCAN_FROM_LAYERS = 8
 # What the backward pass computes again: nothing; all but products with weights and attention, whose results are kept;
 # all of a layer but attention; or all of a layer, of which only the input is kept.
 REMAT = ('none', 'elementwise', 'attention', 'layers')
-
-
-@dataclasses.dataclass(frozen=True)
-class QwenConfig:
-  """The shape of a model; fields correspond to those of a Hugging Face `config.json`.
-
-  Of `ragen_jax`'s letters, `hidden_size` is D, `intermediate_size` F, `num_layers` L, `num_heads` N, `num_kv_heads` K,
-  which divides N, and `head_dim` H, which is even.
-
-  Attributes:
-    architecture: 'qwen2' (q/k/v biases), 'qwen3' (RMS norm of each head's q and k, no biases), 'qwen3_5' (the same, an
-      output gate of attention, norms that store their factor's difference from 1), 'llama' (none of these) or 'gemma3'
-      (norms as in 'qwen3_5', and behind attention and MLP as well; GELU; embeddings times sqrt(D)).
-    vocab_size: V, rows of the embedding; checkpoints pad it beyond the tokenizer's size.
-    rope_theta: base of the wavelengths of the rotary embedding.
-    rope_scaling: how the wavelengths are stretched; None for no scaling.
-    rope_sections: frequencies of the rotary embedding on each axis of an image's positions; () for models that never
-      read images.
-    rope_interleaved: whether the axes take turns among the frequencies, see `rotary.frequency_axes`.
-    vision: the shape of the tower that reads images; None for text models.
-    rope_width: numbers of a head that the rotary embedding rotates, the first ones; 0 for all.
-    layer_kinds: `FULL`, `LINEAR` or `WINDOWED` of each layer; () if all have full attention.
-    linear: the shape of the linear attention; None if no layer has it.
-    experts: the shape of the mixtures of experts that layers have in place of an MLP; None if no layer has one.
-    mlp_layers: the layers that have an MLP of `intermediate_size` all the same, in order.
-    window: columns that a column of a `WINDOWED` layer attends to, itself included; 0 if there is no such layer.
-    window_rope_theta: `rope_theta` of these layers, whose wavelengths are not stretched.
-    query_scalar: scores are divided by its square root; 0 for `head_dim`.
-  """
-
-  architecture: str = 'qwen2'
-  vocab_size: int = 151936
-  hidden_size: int = 896
-  intermediate_size: int = 4864
-  num_layers: int = 24
-  num_heads: int = 14
-  num_kv_heads: int = 2
-  head_dim: int = 64
-  rope_theta: float = 1e6
-  rms_norm_eps: float = 1e-6
-  tie_word_embeddings: bool = True
-  rope_sections: tuple[int, ...] = ()
-  rope_interleaved: bool = False
-  vision: VisionConfig | None = None
-  rope_scaling: Llama3Scaling | LinearScaling | None = None
-  rope_width: int = 0
-  layer_kinds: tuple[str, ...] = ()
-  linear: LinearConfig | None = None
-  experts: ExpertsConfig | None = None
-  mlp_layers: tuple[int, ...] = ()
-  window: int = 0
-  window_rope_theta: float = 1e4
-  query_scalar: float = 0
-
-  def __post_init__(self):
-    if self.layer_kinds and len(self.layer_kinds) != self.num_layers:
-      raise ValueError(f'layer_kinds={self.layer_kinds}: must be {self.num_layers}, one for each layer')
-    if (LINEAR in self.layer_kinds) != (self.linear is not None):
-      raise ValueError(f'linear={self.linear}: goes with layer_kinds that have {LINEAR!r}, not {self.layer_kinds}')
-    if (WINDOWED in self.layer_kinds) != (self.window > 0):
-      raise ValueError(f'window={self.window}: goes with layer_kinds that have {WINDOWED!r}, not {self.layer_kinds}')
-    if self.mlp_layers and (self.experts is None or not {*self.mlp_layers} < {*range(self.num_layers)}):
-      raise ValueError(
-        f'mlp_layers={self.mlp_layers}: goes with experts, and some of {self.num_layers} layers have them'
-      )
-
-  @property
-  def kinds(self) -> tuple[str, ...]:
-    """The kind of each layer."""
-    return self.layer_kinds or (FULL,) * self.num_layers
-
-  @property
-  def attention_layers(self) -> int:
-    """Number of layers with keys and values of all columns: the cache of a window is no smaller."""
-    return self.num_layers - self.kinds.count(LINEAR)
-
-  @property
-  def with_experts(self) -> tuple[bool, ...]:
-    """Whether each layer has experts in place of an MLP."""
-    return tuple(self.experts is not None and i not in self.mlp_layers for i in range(self.num_layers))
-
-  @property
-  def choices_shape(self) -> tuple[int, int]:
-    """(L, k): what the routers of all layers choose for a column. Layers without experts have a place, too."""
-    return self.num_layers, self.experts.chosen
-
-  @property
-  def structures(self) -> tuple[tuple[str, bool], ...]:
-    """The kind of each layer, and whether it has experts: layers of one structure have the same weights."""
-    return tuple(zip(self.kinds, self.with_experts, strict=True))
-
-  @property
-  def period(self) -> int:
-    """After how many layers their structures repeat, at least twice, or the number of layers."""
-    kinds, n = self.structures, self.num_layers
-    return next((p for p in range(1, n // 2 + 1) if kinds == (kinds[:p] * n)[:n]), n)
-
-  @property
-  def runs(self) -> tuple[int, ...]:
-    """Lengths of the runs of layers of one structure within a `period`; one layer if all have one."""
-    return tuple(len(list(run)) for _, run in itertools.groupby(self.structures[: self.period]))
-
-  @property
-  def mixer_matrices(self) -> int:
-    """Numbers of the matrices of all layers but those of the MLP."""
-    full = self.head_dim * ((2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads)
-    c = self.linear
-    linear = 0 if c is None else c.key_heads * c.channels + 2 * c.value_heads * (c.value_dim + 1)
-    return self.hidden_size * (self.attention_layers * full + self.kinds.count(LINEAR) * linear)
-
-  def mlp_matrices(self, *, active: bool = False) -> int:
-    """Numbers of the matrices of all layers' MLPs and experts, or of those that a column uses."""
-    mlps = self.num_layers - sum(self.with_experts)
-    found = mlps * 3 * self.hidden_size * self.intermediate_size
-    if self.experts is not None:
-      used = self.experts.chosen if active else self.experts.count
-      found += (self.num_layers - mlps) * self.experts.matrices(self.hidden_size, used)
-    return found
-
-  def mlp_parts(self) -> tuple[int, ...]:
-    """The numbers that are divided among devices that share MLPs and experts."""
-    c = self.experts
-    widths = (self.intermediate_size,) if c is None or self.mlp_layers else ()
-    return widths if c is None else (*widths, c.count, *[c.shared_width] * (c.shared_width > 0))
-
-  def mlp_numbers(self, with_experts: bool, tensor: int) -> int:
-    """Numbers of a column between the matrices of an MLP, on one of `tensor` devices that divide it.
-
-    With experts, these are the rows of all chosen experts and what they give, which every device has room for.
-    """
-    if not with_experts:
-      return self.intermediate_size // tensor
-    c = self.experts
-    return c.count + c.chosen * (c.width + self.hidden_size) + c.shared_width // tensor
-
-  @property
-  def rope_axes(self) -> tuple[int, ...]:
-    """The axis of each frequency of the rotary embedding; () for models that never read images."""
-    return frequency_axes(self.rope_sections, interleaved=self.rope_interleaved) if self.rope_sections else ()
-
-  @property
-  def qkv_bias(self) -> bool:
-    return self.architecture == 'qwen2'
-
-  @property
-  def qk_norm(self) -> bool:
-    return self.architecture in ('qwen3', 'qwen3_5', 'gemma3')
-
-  @property
-  def output_gate(self) -> bool:
-    """Whether attention's output is multiplied by a gate, which `q_proj` computes behind each head's query."""
-    return self.architecture == 'qwen3_5'
-
-  @property
-  def norm_offset(self) -> int:
-    """What is added to the weights of norms."""
-    return int(self.architecture in ('qwen3_5', 'gemma3'))
-
-  @property
-  def output_norms(self) -> bool:
-    """Whether what attention and MLP give is normed before it is added."""
-    return self.architecture == 'gemma3'
-
-  @property
-  def activation(self) -> str:
-    """The activation of MLPs, by its name in `feed_forward.ACTIVATIONS`."""
-    return 'gelu_pytorch_tanh' if self.architecture == 'gemma3' else 'silu'
-
-  @property
-  def embedding_scale(self) -> float:
-    """What embeddings are multiplied by."""
-    return self.hidden_size**0.5 if self.architecture == 'gemma3' else 1.0
-
-
-@struct.dataclass
-class LayerCache:
-  """Keys, with the rotary embedding applied, and values of one layer, [B, S, K, H] each."""
-
-  k: jax.Array
-  v: jax.Array
-
-
-def empty_cache(
-  cfg: QwenConfig, dtype: Any, batch: int, size: int, state_dtype: Any | None = None
-) -> tuple[LayerCache | RecurrentState, ...]:
-  """The caches of all layers for `batch` rows of `size` columns; `dtype` is that of keys and values.
-
-  `state_dtype` is that of activations, in which convolutions keep their last columns; None if it is the same.
-  """
-  shape = (batch, size, cfg.num_kv_heads, cfg.head_dim)
-
-  def of(kind: str) -> LayerCache | RecurrentState:
-    if kind == LINEAR:
-      return linear_attention.empty_state(cfg.linear, batch, dtype if state_dtype is None else state_dtype)
-    return LayerCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
-
-  return tuple(map(of, cfg.kinds))
-
-
-@struct.dataclass
-class HeadsCache:
-  """A `LayerCache` that many calls with one new column of each row read: keys [B, K, H, S], values [B, K, S, H].
-
-  See `attend_to_heads`.
-  """
-
-  k: jax.Array
-  v: jax.Array
-
-
-# What a layer keeps from call to call, by its kind.
-Cache = tuple[LayerCache | RecurrentState, ...]
-
-
-@struct.dataclass
-class CacheMask:
-  """The columns that new columns attend to.
-
-  Attributes:
-    kept: bool[B, 1 or T, S], columns of the cache. None without a cache.
-    new: bool[B or 1, T, C], columns of the window.
-    fed: i32[B], how many of the new columns are the row's; linear attention leaves its state as it is in the others.
-      None for models without it.
-  """
-
-  kept: jax.Array | None
-  new: jax.Array
-  fed: jax.Array | None = None
-
-  def near(self, width: int, positions: jax.Array, column: jax.Array | int) -> CacheMask:
-    """Those that are less than `width` columns before each new column, of `positions` i32[B, T].
-
-    The columns of the cache are at positions 0, 1, ..., and those of the window go on behind the row: the first new one
-    is at `column`.
-    """
-    first = positions[:, :, None] - width + 1  # [B, T, 1]
-    window = positions[:, :1, None] - column + jnp.arange(self.new.shape[-1])  # [B, 1, C]
-    kept = None if self.kept is None else self.kept & (jnp.arange(self.kept.shape[-1]) >= first)
-    return self.replace(kept=kept, new=self.new & (window >= first))
 
 
 def _is_costly(primitive: Any, *_: Any, attention: AttentionSettings, with_products: bool, **parameters: Any) -> bool:

@@ -22,9 +22,7 @@ from ragen_jax.planning.abstract import prompt_columns, visual_columns
 from ragen_jax.planning.host_fit import ADAPTERS
 from ragen_jax.planning.memory import MemoryPlan
 from ragen_jax.training.memory import USABLE
-from ragen_jax.utils.sizes import next_power
-
-_GIB = 2**30
+from ragen_jax.utils.sizes import GIB, next_power
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ def plan(config: ConfigDict, out: TextIO) -> None:
       report(config, topology, out)
       return
     out.write(f'plan.topology={topology.name!r}: {problem}\nUntil then, the estimate from programs for CPU:\n\n')
-    machine = {'plan.topology': '', 'plan.devices': topology.size, 'plan.memory_gb': topology.chip.hbm_bytes / _GIB}
+    machine = {'plan.topology': '', 'plan.devices': topology.size, 'plan.memory_gb': topology.chip.hbm_bytes / GIB}
     config = config.copy_and_resolve_references()
     config.update_from_flattened_dict(machine)
   memory.use_cpu_devices(config.plan.devices)
@@ -91,7 +89,7 @@ def _flags(changes: dict[str, Any]) -> str:
 def _most(found: MemoryPlan) -> str:
   """The memory of the largest phase, in words: "at least" if a phase exceeds the limit without its activations."""
   least = '' if all('activations' in kinds for kinds in found.phases.values()) else 'at least '
-  return f'{least}{found.total(found.worst) / _GIB:.1f} GiB in the {found.worst}'
+  return f'{least}{found.total(found.worst) / GIB:.1f} GiB in the {found.worst}'
 
 
 def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
@@ -110,9 +108,9 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
     cells = []
     for phase, kinds in found.phases.items():
       unknown = name == 'activations' and name not in kinds and found.total(phase) > found.limit
-      cells.append('more' if unknown else f'{kinds[name] / _GIB:.2f}' if name in kinds else '-')
+      cells.append('more' if unknown else f'{kinds[name] / GIB:.2f}' if name in kinds else '-')
     out.write(f'{name:{width}}' + ''.join(f'{cell:>12}' for cell in cells) + '\n')
-  out.write(f'{"together":{width}}' + ''.join(f'{found.total(x) / _GIB:12.2f}' for x in found.phases) + '\n\n')
+  out.write(f'{"together":{width}}' + ''.join(f'{found.total(x) / GIB:12.2f}' for x in found.phases) + '\n\n')
   rows, (micro, width, _) = found.cache_rows, found.micro_batch
   bins, seen = micro // row_shards(mesh), visual_columns(config)
   images = f', {seen} of them for images' if seen else ''
@@ -124,10 +122,10 @@ def _write(config: ConfigDict, found: MemoryPlan, out: TextIO) -> None:
     'Activations are those of the programs compiled for CPU in float32, which bounds bfloat16 from above; an '
     "accelerator's compiler orders and fuses otherwise (plan.topology asks it). All else is counted exactly.\n"
   )
-  most = found.total(found.worst) / _GIB
+  most = found.total(found.worst) / GIB
   verdict = 'It fits: up to' if found.fits else 'It does not fit:'
   out.write(
-    f'{verdict} {_most(found)}, of {found.limit / _GIB:.1f} that may be filled ({USABLE:.0%} of {p.memory_gb:g}).\n'
+    f'{verdict} {_most(found)}, of {found.limit / GIB:.1f} that may be filled ({USABLE:.0%} of {p.memory_gb:g}).\n'
   )
   if found.fits and most > 0.75 * p.memory_gb:
     out.write('On GPUs set XLA_CLIENT_MEM_FRACTION=0.95: JAX takes three quarters of the memory by itself.\n')

@@ -17,8 +17,7 @@ from ragen_jax.planning.estimate import Estimate, Measured
 from ragen_jax.planning.programs import PlannedRun
 from ragen_jax.planning.topologies import Topology
 from ragen_jax.training.memory import USABLE
-
-_GIB = 2**30
+from ragen_jax.utils.sizes import GIB
 
 
 def report(config: ConfigDict, topology: Topology, out: TextIO) -> None:
@@ -77,7 +76,7 @@ def _write_program(m: Measured, topology: Topology, out: TextIO) -> None:
   if work is not None:
     times = (f'{1e3 * work.seconds:.2f}', f'{1e3 * work.link_seconds(topology.chip):.2f}')
   out.write(
-    f'{p.name:16}{runs:>6}{m.cost.compile_cpu_seconds:15.1f}{m.cost.hbm / _GIB:8.2f}{times[0]:>10}{times[1]:>10}  '
+    f'{p.name:16}{runs:>6}{m.cost.compile_cpu_seconds:15.1f}{m.cost.hbm / GIB:8.2f}{times[0]:>10}{times[1]:>10}  '
     f'{p.shape}\n'
   )
 
@@ -90,7 +89,7 @@ def _write_memory(run: PlannedRun, found: Estimate, topology: Topology, out: Tex
   out.write(
     f'\nMemory, GiB per device:   {phases}\n'
     f'{"It fits" if fits else "It does not fit"}: up to {_gib(found.memory[worst])} GiB in the {worst}, of '
-    f'{limit / _GIB:.1f} that may be filled ({USABLE:.0%} of {topology.chip.hbm_bytes / _GIB:.0f}).\n'
+    f'{limit / GIB:.1f} that may be filled ({USABLE:.0%} of {topology.chip.hbm_bytes / GIB:.0f}).\n'
   )
   if not fits:
     sized = run.config.copy_and_resolve_references()
@@ -102,7 +101,7 @@ def _write_memory(run: PlannedRun, found: Estimate, topology: Topology, out: Tex
 
 
 def _gib(size: float) -> str:
-  return f'{size / _GIB:.2f}' if math.isfinite(size) else 'too much'
+  return f'{size / GIB:.2f}' if math.isfinite(size) else 'too much'
 
 
 def _write_time(

@@ -38,8 +38,7 @@ from ragen_jax.training.memory import USABLE
 from ragen_jax.training.packing import PackedBatch, plan_batches
 from ragen_jax.training.state import TrainState
 from ragen_jax.training.trainer import Trainer
-
-_GIB = 2**30
+from ragen_jax.utils.sizes import GIB
 
 
 def abstract_policy(config: ConfigDict, dtype: Any, devices: Sequence[Any] | None = None) -> LanguageModel:
@@ -222,7 +221,7 @@ def episodes(config: ConfigDict, phase: str) -> int:
 def usable_bytes(config: ConfigDict) -> float:
   """Bytes of a planned device that a run may fill."""
   p = config.plan
-  return USABLE * (topologies.parse(p.topology).chip.hbm_bytes if p.topology else p.memory_gb * _GIB)
+  return USABLE * (topologies.parse(p.topology).chip.hbm_bytes if p.topology else p.memory_gb * GIB)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,12 @@ from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.planning.abstract import abstract_policy
 from ragen_jax.training import batch_sizes, memory
 from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.sizes import GIB
 
 # The fields of the `-lora` variant of a config that affect memory.
 ADAPTERS = {'lora.rank': 64, 'model.param_dtype': 'bfloat16'}
 # Changes of these change the model.
 _OF_THE_MODEL = {'model.separate_critic', *ADAPTERS}
-_GIB = 2**30
 
 
 def check_host_memory(config: ConfigDict) -> None:
@@ -37,7 +37,7 @@ def check_host_memory(config: ConfigDict) -> None:
   o, m = config.optimizer, config.model
   raise UserError(
     f'optimizer.micro_batch_size={o.micro_batch_size}, model.remat={m.remat}, model.logits_chunk={m.logits_chunk}: '
-    f'the update needs about {need / _GIB:.1f} GiB, and {limit / _GIB:.1f} GiB of this machine may be filled; '
+    f'the update needs about {need / GIB:.1f} GiB, and {limit / GIB:.1f} GiB of this machine may be filled; '
     f'{_advice(config, model, limit)}'
   )
 
@@ -76,8 +76,8 @@ def _advice(config: ConfigDict, model: LanguageModel, limit: float) -> str:
       if need <= limit:
         flags = ' '.join(f'--config.{name}={value}' for name, value in tried.items())
         same = " (the preset's name with -lora)" if 'lora.rank' in tried else ''
-        return f'it would fit with {flags}{same}, which needs about {need / _GIB:.1f} GiB'
-  return f'even {need / _GIB:.1f} GiB are too much, with adapters alone: take a smaller model or a larger machine'
+        return f'it would fit with {flags}{same}, which needs about {need / GIB:.1f} GiB'
+  return f'even {need / GIB:.1f} GiB are too much, with adapters alone: take a smaller model or a larger machine'
 
 
 def _changes(config: ConfigDict) -> Iterator[dict[str, Any]]:

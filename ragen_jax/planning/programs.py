@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax import build
 from ragen_jax.distributed.sharding import row_shards
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.planning import abstract, lengths
 from ragen_jax.planning.abstract import SamplerPlan
 from ragen_jax.planning.calls import Call, rollout_calls

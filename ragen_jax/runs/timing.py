@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-_GIB = 2**30
+from ragen_jax.utils.sizes import GIB
+
 # How the names of metrics begin that differ between two equal runs: seconds, tokens a second, and memory.
 MEASURED = ('timing_s/', 'perf/throughput', 'perf/sampled_tokens_per_s', 'perf/max_')
 
@@ -57,7 +58,7 @@ def memory() -> dict[str, float]:
   `perf/max_memory_allocated_gb` of this process's fullest device.
   """
   unit = 1 if sys.platform == 'darwin' else 1024  # macOS reports bytes, Linux KiB
-  found = {'perf/max_host_memory_gb': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB}
+  found = {'perf/max_host_memory_gb': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
   peaks = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in jax.local_devices()]
   peaks = [peak for peak in peaks if peak is not None]
-  return found | ({'perf/max_memory_allocated_gb': max(peaks) / _GIB} if peaks else {})
+  return found | ({'perf/max_memory_allocated_gb': max(peaks) / GIB} if peaks else {})

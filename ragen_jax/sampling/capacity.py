@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.utils import host_memory
 
 # Share of the free memory that the rows may take; the rest is for temporary arrays and fragmentation.

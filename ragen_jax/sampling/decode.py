@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx, struct
 
 from ragen_jax.models import vocabulary
-from ragen_jax.models.qwen import CacheMask, QwenConfig
+from ragen_jax.models.layer_cache import CacheMask
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.vision.features import ImageColumns
 from ragen_jax.sampling.draw import RowSampling, Sampling, draw_row_tokens, draw_tokens
 from ragen_jax.sampling.kv_cache import Added, SamplerState, columns_of

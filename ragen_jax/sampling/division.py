@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.chips import Chip, chip_of
 from ragen_jax.distributed.sharding import row_shards
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.utils.errors import UserError
 
 # Seconds of a layer's small operations: the compiler of v5e has 26 us for those of Qwen2.5-0.5B. While a device reads

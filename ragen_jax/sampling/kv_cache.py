@@ -22,8 +22,10 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from ragen_jax.distributed.sharding import ROW_AXES
+from ragen_jax.models.layer_cache import Cache, LayerCache, empty_cache
 from ragen_jax.models.linear_attention import RecurrentState
-from ragen_jax.models.qwen import LINEAR, Cache, LayerCache, Qwen, QwenConfig, empty_cache
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import LINEAR, QwenConfig
 
 
 @struct.dataclass

@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ragen_jax.distributed import processes
 from ragen_jax.distributed.sharding import ROW_AXES
-from ragen_jax.models.qwen import LayerCache, QwenConfig
+from ragen_jax.models.layer_cache import LayerCache
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.sampling import kv_cache
 from ragen_jax.sampling.decode import decode, extend
 from ragen_jax.sampling.kv_cache import SamplerState

@@ -20,7 +20,7 @@ from ragen_jax.distributed.sharding import (
   without_axis,
 )
 from ragen_jax.models import int8
-from ragen_jax.models.qwen import LayerCache
+from ragen_jax.models.layer_cache import LayerCache
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.features import ImageColumns
 from ragen_jax.models.vision.tower import Features

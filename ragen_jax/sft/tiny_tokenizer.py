@@ -20,7 +20,8 @@ from ragen_jax.distributed.sharding import place, row_sharding
 from ragen_jax.models import lora
 from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import FULL, LINEAR, QwenConfig
 from ragen_jax.models.rotary import AXES
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.config import VisionConfig

@@ -9,7 +9,7 @@ from ragen_jax.models.qwen import Qwen
 from ragen_jax.training.batches import BatchingSettings, PackingSettings
 from ragen_jax.training.memory import UpdateMemory
 from ragen_jax.training.scoring import RematSettings
-from ragen_jax.utils.sizes import round_up
+from ragen_jax.utils.sizes import GIB, round_up
 
 # Widths of bins are multiples of this, the tile of accelerators.
 _BIN_STEP = 128
@@ -19,7 +19,6 @@ _REPLY_STEP = 512
 _BIN_WIDTH = 2048
 # Rows that share their beginnings may fill bins of so many times this width, where attention skips what is not seen.
 _WIDER = 2
-_GIB = 2**30
 
 # Values of `config.model.remat`.
 AUTO = 'auto'
@@ -152,8 +151,8 @@ def describe(
     if 0 < most < columns:
       text += f', up to {most} of them without computing {_KEPT[name]} again'
   total = needed(s, chosen, remat, memory)
-  need = f'about {total / _GIB:.1f} GiB a device'
+  need = f'about {total / GIB:.1f} GiB a device'
   if s.micro_batch_size:
     return f'update: {text}, as optimizer.micro_batch_size={s.micro_batch_size} says ({need})'
   fits = '' if total <= limit else '; the estimate is that even this does not fit'
-  return f'update: {text}; chosen for the {limit / _GIB:.1f} GiB that may be filled ({need}){fits}'
+  return f'update: {text}; chosen for the {limit / GIB:.1f} GiB that may be filled ({need}){fits}'

@@ -20,7 +20,8 @@ from ragen_jax.models import lora
 from ragen_jax.models.attention import row_scores
 from ragen_jax.models.attention_settings import HOLDING_SCORES
 from ragen_jax.models.layers import is_frozen
-from ragen_jax.models.qwen import LINEAR, REMAT, Qwen, QwenConfig
+from ragen_jax.models.qwen import REMAT, Qwen
+from ragen_jax.models.qwen_config import LINEAR, QwenConfig
 from ragen_jax.utils import host_memory
 
 # Share of a device's memory that a run may fill. The rest is for the runtime, its libraries and fragmentation.

@@ -1,6 +1,8 @@
-"""Sizes of arrays that come from a small set, so that few programs are compiled."""
+"""Sizes of arrays that come from a small set, so that few programs are compiled; a unit of memory."""
 
 from __future__ import annotations
+
+GIB = 2**30  # bytes
 
 
 def round_up(n: int, step: int) -> int:

@@ -14,7 +14,7 @@ from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.models import attention_kernels
 from ragen_jax.models.attention_choice import choose_attention
 from ragen_jax.models.attention_settings import IMPLEMENTATIONS, AttentionSettings
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.utils.errors import UserError
 
 CFG, WIDE = QwenConfig(), QwenConfig(head_dim=160)

@@ -14,7 +14,7 @@ from flax import nnx
 from ragen_jax.models import feed_forward
 from ragen_jax.models import grouped_product as products
 from ragen_jax.models.feed_forward import ExpertsConfig, MixtureOfExperts
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from tests.support.processes import copy_python
 
 # Groups: empty ones, some of a part of a tile, and one of several tiles; rows behind all groups.

@@ -16,7 +16,8 @@ from ragen_jax.distributed import sharding
 from ragen_jax.distributed.mesh import AXES
 from ragen_jax.distributed.sharding import gathered, row_sharding, trained_spec, weight_spec
 from ragen_jax.models import lora
-from ragen_jax.models.qwen import FULL, WINDOWED, Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import FULL, WINDOWED, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from tests.support import adapters
 from tests.support.processes import copy_python
@@ -30,7 +31,8 @@ from flax import nnx
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import optimizer_shardings, place_rows, row_sharding
 from ragen_jax.models import lora
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.sampler import Sampler
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.models.qwen import FULL, LINEAR
+from ragen_jax.models.qwen_config import FULL, LINEAR
 from tests.support.models import EXPERTS, HYBRID_EXPERTS, random_model
 
 # Two turns of a loop over layers and a layer behind it; two turns over memories, with several layers in a row.

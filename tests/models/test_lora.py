@@ -11,7 +11,7 @@ from flax import nnx
 from ragen_jax.models import lora
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from tests.support.adapters import SMALL, TOKENS, adapted, logits
 

@@ -11,7 +11,7 @@ import pytest
 
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.names import weights
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.utils.errors import UserError
 

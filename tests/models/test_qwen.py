@@ -17,8 +17,10 @@ from ragen_jax.models.checkpoint import experts_config, linear_config, window_co
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.names import stored, weights
 from ragen_jax.models.feed_forward import ExpertsConfig
+from ragen_jax.models.layer_cache import CacheMask
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, WINDOWED, CacheMask, Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import FULL, LINEAR, WINDOWED, QwenConfig
 from ragen_jax.models.rotary import LinearScaling, Llama3Scaling
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.draw import GREEDY

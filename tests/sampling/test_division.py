@@ -10,7 +10,7 @@ import pytest
 from ragen_jax.distributed.mesh import AXES
 from ragen_jax.models import presets
 from ragen_jax.models.feed_forward import ExpertsConfig
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.sampling import division
 from ragen_jax.utils.errors import UserError
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ragen_jax.models.qwen import LayerCache
+from ragen_jax.models.layer_cache import LayerCache
 from ragen_jax.sampling import kv_cache
 from ragen_jax.sampling.kv_cache import SamplerState, init_state, resize
 from tests.support.models import random_model

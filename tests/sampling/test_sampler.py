@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ragen_jax.models.qwen import LayerCache, Qwen
+from ragen_jax.models.layer_cache import LayerCache
+from ragen_jax.models.qwen import Qwen
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.planning.lowering import abstract_rows, lower_sampler
 from ragen_jax.sampling.draw import GREEDY, PLAIN, RowSampling, Sampling

@@ -15,7 +15,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.language_model import param_state
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models import presets
-from ragen_jax.models.qwen import FULL, LINEAR
+from ragen_jax.models.qwen_config import FULL, LINEAR
 from ragen_jax.sft import tiny_tokenizer
 from tests.support.adapters import logits as logits_of
 from tests.support.configs import small_config

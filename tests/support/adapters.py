@@ -9,7 +9,8 @@ from flax import nnx
 
 from ragen_jax.models import lora
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 
 SMALL = QwenConfig(
   vocab_size=70, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6

@@ -25,7 +25,8 @@ from ragen_jax.distributed.mesh import AXES, make_mesh
 from ragen_jax.distributed.sharding import ROW_AXES, row_sharding, row_shards, tree_shardings
 from ragen_jax.models.attention import causal
 from ragen_jax.models.attention_settings import EINSUM, AttentionSettings
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from tests.support.trees import seen_until_of
 
 _COLLECTIVE = re.compile(r' (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(')

@@ -13,7 +13,8 @@ from flax import nnx
 
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, WINDOWED, Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import FULL, LINEAR, WINDOWED, QwenConfig
 from ragen_jax.models.rotary import LinearScaling, Llama3Scaling
 
 SMALL = QwenConfig(

@@ -12,7 +12,8 @@ from ragen_jax import build
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import row_sharding, tree_shardings
 from ragen_jax.models import attention as attention_lib
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.planning import abstract, memory
 from ragen_jax.planning.lowering import abstract_rows, lower_gradient, lower_sampler, lower_score, step_programs

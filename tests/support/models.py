@@ -15,7 +15,8 @@ from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, WINDOWED, Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import FULL, LINEAR, WINDOWED, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sft import tiny_tokenizer
 

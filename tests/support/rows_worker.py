@@ -13,7 +13,8 @@ from flax import nnx
 
 from ragen_jax.distributed.mesh import make_mesh
 from ragen_jax.distributed.sharding import tree_shardings
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.sampling.draw import RowSampling
 from ragen_jax.sampling.sampler import Sampler

@@ -24,7 +24,8 @@ from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.models.checkpoint.save import save_model
 from ragen_jax.models.checkpoint.vision_config import TRUNKS
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import FULL, LINEAR, QwenConfig
 from ragen_jax.models.vision.config import QWEN2_5_VL, QWEN3_5, QWEN3_VL, VisionConfig
 from ragen_jax.sft import tiny_tokenizer
 from tests.support.configs import small_config

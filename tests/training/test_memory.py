@@ -21,7 +21,8 @@ from ragen_jax.models.attention_settings import AttentionSettings
 from ragen_jax.models.feed_forward import ExpertsConfig
 from ragen_jax.models.layers import freeze
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, REMAT, WINDOWED, Qwen, QwenConfig
+from ragen_jax.models.qwen import REMAT, Qwen
+from ragen_jax.models.qwen_config import FULL, WINDOWED, QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.models.vision.config import QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.processor import ProcessorConfig

@@ -16,7 +16,8 @@ from flax import nnx
 
 from ragen_jax.algorithms import losses
 from ragen_jax.algorithms.diagnostics import RATIO_EDGES
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training.batches import MiniBatch, TrainBatch, micro_batches, plan_micro_batches
 from ragen_jax.training.objective import (

@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 from ragen_jax.distributed.sharding import optimizer_shardings, trained_shardings
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ActorCritic
 from ragen_jax.training import bad_steps, optimizer_step
 from ragen_jax.training.optimizer_step import SKIPPED, OptimizerStep

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from ragen_jax import api, build
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.names import weights
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.planning.host_fit import as_it_runs
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training import batch_sizes

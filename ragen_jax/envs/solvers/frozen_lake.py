@@ -20,6 +20,7 @@ import numpy as np
 
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.solvers.limits import check_left
+from ragen_jax.utils.sizes import next_power
 
 # Working memory of the recursion, and its maximum for one level.
 _CHUNK_BYTES = 8 * 2**20
@@ -115,7 +116,7 @@ class FrozenLakeSolution:
     n, squares = len(self.player), len(self.moves)
     fit = max(1, _CHUNK_BYTES // _level_bytes(squares, self.budget))
     # Powers of two, so that batches of many sizes share few programs.
-    chunk = min(1 << max(0, n - 1).bit_length(), 1 << fit.bit_length() - 1)
+    chunk = min(next_power(n), 1 << fit.bit_length() - 1)
     parts = []
     for first in range(0, n, chunk):
       rows = np.minimum(np.arange(first, first + chunk), n - 1)

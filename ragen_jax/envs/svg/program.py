@@ -38,7 +38,6 @@ MOST_EDGES = 100_000
 MOST_PAINTED = 100
 CANVAS = 100.0  # user units of the sides of the canvas of a program that does not say
 
-GROUPS = ('svg', 'g')
 SHAPES = ('rect', 'circle', 'ellipse', 'line', 'polyline', 'polygon', 'path')
 _SILENT = ('title', 'desc', 'metadata')  # whose content is not drawn
 _FARTHEST = 1e7  # sides of the canvas

@@ -21,7 +21,7 @@ import numpy as np
 
 from ragen_jax.models.checkpoint import experts_config, linear_config, rope_config, vision_config, window_config
 from ragen_jax.models.checkpoint.fields import integer, number, unsupported
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.utils.errors import UserError
 
 CONFIG_FILE = 'config.json'

@@ -6,7 +6,7 @@ from typing import Any
 
 from ragen_jax.models.checkpoint.fields import integer, unsupported
 from ragen_jax.models.feed_forward import ExpertsConfig
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.utils.errors import UserError
 
 # The classes whose layers all have experts, one of them shared, and whose weights of experts are always normalised.

@@ -6,7 +6,7 @@ from typing import Any
 
 from ragen_jax.models.checkpoint.fields import integer, unsupported
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import FULL, LINEAR, QwenConfig
+from ragen_jax.models.qwen_config import FULL, LINEAR, QwenConfig
 from ragen_jax.models.rotary import AXES
 from ragen_jax.utils.errors import UserError
 

@@ -35,7 +35,8 @@ from ragen_jax.models.checkpoint.names import (
   stored_name,
 )
 from ragen_jax.models.int8 import Int8, input_axes, quantised, scale_sharding
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
 

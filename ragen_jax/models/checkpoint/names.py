@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 
 from ragen_jax.models.linear_attention import LinearConfig
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.vision.config import CHANNELS, QWEN2_5_VL, QWEN3_5, QWEN3_VL
 
 # Parameter path, tensor name, tensor shape. A kernel is the transposed [out, in] of `torch.nn.Linear`, or of a

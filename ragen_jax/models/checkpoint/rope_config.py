@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ragen_jax.models.checkpoint.fields import number
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.rotary import LinearScaling, Llama3Scaling
 from ragen_jax.utils.errors import UserError
 

@@ -33,7 +33,8 @@ from ragen_jax.models.checkpoint.config import (
   write_json,
 )
 from ragen_jax.models.checkpoint.names import Weight, list_names, weights
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.runs.stores import is_address
 from ragen_jax.utils.errors import DiskError, UserError, one_line

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragen_jax.models.checkpoint.fields import integer, unsupported
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.rotary import AXES
 from ragen_jax.models.vision.config import CHANNELS, QWEN2_5_VL, QWEN3_5, QWEN3_VL, VisionConfig
 from ragen_jax.utils.errors import UserError

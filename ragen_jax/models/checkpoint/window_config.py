@@ -6,7 +6,7 @@ from typing import Any
 
 from ragen_jax.models.checkpoint import rope_config
 from ragen_jax.models.checkpoint.fields import integer, unsupported
-from ragen_jax.models.qwen import FULL, WINDOWED, QwenConfig
+from ragen_jax.models.qwen_config import FULL, WINDOWED, QwenConfig
 from ragen_jax.utils.errors import UserError
 
 # What `transformers` takes where a file has no such field.

@@ -63,7 +63,6 @@ class _Group:
   """An open task, of the spec with the index `spec`; `number` counts the tasks of its tag.
 
   Attributes:
-    trial: how often it was given up.
     seed: see `Taken`.
     queued_in: the iteration that queued it; all its tokens have this version or a later one.
     left: the rollouts that are not over.
@@ -74,7 +73,6 @@ class _Group:
 
   spec: int
   number: int
-  trial: int
   seed: int
   queued_in: int
   rollouts: tuple[str, ...]
@@ -303,4 +301,4 @@ class GroupQueue:
 
 
 def _group(spec: int, meta: dict[str, Any], ids: Sequence[str]) -> _Group:
-  return _Group(spec, meta['number'], meta['trial'], meta['seed'], meta['iteration'], tuple(ids), set(ids))
+  return _Group(spec, meta['number'], meta['seed'], meta['iteration'], tuple(ids), set(ids))

@@ -10,7 +10,7 @@ import pytest
 
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import LLAMA, SMALL, edit_config, random_params
 

@@ -16,7 +16,7 @@ from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.load import load_model
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.qwen import FULL, LINEAR
+from ragen_jax.models.qwen_config import FULL, LINEAR
 from ragen_jax.utils.errors import UserError
 from tests.support.adapters import TOKENS, logits
 from tests.support.checkpoints import HYBRID, edit_config, random_params

@@ -22,7 +22,8 @@ from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.load import load_model, load_params
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import SMALL, assert_identical, contents, edit_config, flat
 from tests.support.processes import copy_python

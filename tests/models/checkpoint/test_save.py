@@ -23,7 +23,7 @@ from ragen_jax.models.checkpoint.config import critic_directory, read_config, tr
 from ragen_jax.models.checkpoint.load import load_model, load_params, load_value_head
 from ragen_jax.models.checkpoint.names import weights
 from ragen_jax.models.checkpoint.save import as_stored, check_target, new_checkpoint, save_model
-from ragen_jax.models.qwen import QwenConfig
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.value_head import ValueHead
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import (

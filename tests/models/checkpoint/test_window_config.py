@@ -10,7 +10,7 @@ import pytest
 from ragen_jax.models import presets
 from ragen_jax.models.checkpoint.config import read_config
 from ragen_jax.models.checkpoint.save import save_model
-from ragen_jax.models.qwen import FULL, WINDOWED, QwenConfig
+from ragen_jax.models.qwen_config import FULL, WINDOWED, QwenConfig
 from ragen_jax.models.rotary import LinearScaling
 from ragen_jax.utils.errors import UserError
 from tests.support.checkpoints import GEMMA, edit_config, random_params

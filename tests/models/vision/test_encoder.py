@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from ragen_jax.models.layers import freeze
-from ragen_jax.models.qwen import Qwen, QwenConfig
+from ragen_jax.models.qwen import Qwen
+from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.models.vision import encoder as encoders
 from ragen_jax.models.vision.config import QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.encoder import Encoder, digest
