@@ -22,7 +22,7 @@ def complete_replies(spec: EnvSpec, form: str, scenes: Iterable[Scene]) -> list[
 
   The prediction describes the state before the action, which has about as many things.
   """
-  action = (spec.env.action_names or spec.env.example_actions(''))[0]
+  action = spec.env.example_actions('')[0]
   return [
     format_reply(dict.fromkeys(described_sections(form), describe(scene)), [action], form=form, action_sep='')
     for scene in scenes

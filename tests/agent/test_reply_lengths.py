@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
+import types
 
 import jax
 import numpy as np
@@ -34,6 +36,12 @@ def test_complete_replies_have_their_form_and_describe_everything(form):
     sections = read_sections(reply, form)
     assert sections.correct and sections.texts['answer'] == _SPEC.env.action_names[0]
     assert [score_description(sections.texts[name], scene) for name in described_sections(form)] in ([1.0], [1.0, 1.0])
+
+
+def test_the_action_of_a_complete_reply_is_an_example_of_the_game():
+  env = types.SimpleNamespace(action_names=(), example_actions=lambda observation: ('push 2', 'pick 3'))
+  (reply,) = complete_replies(dataclasses.replace(_SPEC, env=env), _DESCRIBING[0], _SCENES[:1])
+  assert read_sections(reply, _DESCRIBING[0]).texts['answer'] == 'push 2'
 
 
 def _told(caplog, replies, count, limit):

@@ -9,6 +9,7 @@ import itertools
 import json
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,17 @@ def test_the_task_begins_with_the_rules_and_ends_with_the_limits():
   places = [task.find(part) for part in parts]
   assert places[0] == 0 and places == sorted(places) and -1 not in places
   assert task.endswith('separated by ||.')
+
+
+@pytest.mark.parametrize('legend', [{}, {'#': 'wall', 'P': 'player'}])
+def test_an_image_is_said_to_show_what_the_legend_names(legend, specs):
+  env = types.SimpleNamespace(
+    rules=lambda: 'Rules.', legend=lambda: legend, shown_as='room', action_names=(), action_help='', counts_turns=False,
+    whole_answer=True,
+  )  # fmt: skip
+  task = describe_task(dataclasses.replace(specs[0], env=env, tile=8, budget=Budget(1, 1, 1)), '||')
+  shown = ' It shows: wall, player.' if legend else ''
+  assert task.splitlines()[:2] == ['Rules.', f'Each state is an image of the room.{shown}']
 
 
 def test_rewards_are_told_without_noise():

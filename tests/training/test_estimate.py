@@ -206,8 +206,15 @@ def test_only_episodes_that_a_budget_cut_off_are_bootstrapped(policy, played):
   reward = np.where(t.loss_mask, t.rewards, 0)[rows, batch.columns[rows, last]]
   gamma = trainer.settings.estimate.advantages.gamma
   np.testing.assert_allclose(batch.returns[rows, last], reward + gamma * bootstrap, atol=1e-4)
-  # It is the value that the sampler would record for a token right behind: that of a longer episode's own forward pass.
-  row = int(np.flatnonzero(cut)[0])
+
+
+def test_a_bootstrap_is_the_value_behind_the_last_sampled_token(policy, played):
+  """What the sampler would record for a token right behind: the value of a longer episode's own forward pass."""
+  rollout, _ = played
+  t = rollout.trajectory
+  trainer, state = learning.make_trainer(policy, algorithm__bootstrap_truncated=True)
+  bootstrap = trainer.estimator.bootstrap(state.params, rollout)
+  row = int(np.flatnonzero(t.status >= Status.OUT_OF_TURNS)[0])
   end = int(np.flatnonzero(t.loss_mask[row])[-1]) + 1
   hidden, _ = policy.model.policy(policy.model.policy.embed(t.tokens[row : row + 1, :end]))
   np.testing.assert_allclose(bootstrap[row], policy.model.value_head(hidden)[0, -1], atol=1e-4)

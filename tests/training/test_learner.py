@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+from ragen_jax.training import bad_steps
 from ragen_jax.training.batches import micro_batches
 from ragen_jax.training.learner import Learner
 from ragen_jax.training.optimizer_step import SKIPPED
@@ -162,9 +163,10 @@ def test_the_observer_is_told_of_each_program_before_it_runs(critic_only):
   learner = _learner(random_model(30), observer=observer)
   suffix, told = '_critic' if critic_only else '', []
   learner.programs[f'gradient{suffix}'] = lambda *given: told.append('gradients') or (given[2], ({}, {}), False)
-  learner.steps[f'gradient{suffix}'] = lambda *given: told.append('weights') or (None, None, {})
+  learner.steps[f'gradient{suffix}'] = lambda *given: told.append('weights') or (None, None, {'norm': 2})
   with observer.told_to(types.SimpleNamespace(runs=lambda name, shape, weights: told.append((name, shape)))):
-    learner.step(TrainState(trained={}, frozen={}, opt_state={}), [batch], critic_only=critic_only)
+    _, metrics = learner.step(TrainState(trained={}, frozen={}, opt_state={}), [batch], critic_only=critic_only)
+  assert metrics == {'norm': 2, bad_steps.MICRO_BATCHES: [False]}
   shape = (*batch.tokens.shape, batch.columns.shape[1])
   assert told == [(f'gradient{suffix}', shape), 'gradients', (f'apply{suffix}', ()), 'weights']
 

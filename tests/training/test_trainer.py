@@ -156,6 +156,18 @@ def test_each_epoch_iteration_and_seed_has_its_own_order_of_mini_batches(policy,
   assert len(orders) == 8
 
 
+def test_a_new_shape_of_bins_is_told_once(policy, played, caplog):
+  trainer, _ = learning.make_trainer(policy, optimizer__packing=True)
+  selection = trainer.select(played[0])
+  with caplog.at_level(logging.INFO):
+    for iteration in (0, 1):
+      plan = trainer._plans(selection, iteration)[0][1][0]
+  shape = f'{len(plan.bins)} bins of {plan.width} columns with up to {plan.replies} scored tokens'
+  assert [text for text in caplog.messages if text.startswith('update: shape')] == [
+    f'update: shape 1, compiled once: {shape}'
+  ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('fields', 'place', 'part', 'names'),

@@ -14,7 +14,7 @@ from ragen_jax.envs.dataset import selection, sources
 from ragen_jax.envs.dataset.item import Item
 from ragen_jax.envs.dataset.items import FIELDS, ItemSettings, load_items
 from ragen_jax.envs.dataset.tool_use import FINISH, Final, Told, Toolbox, make_toolbox, write_call
-from ragen_jax.envs.dataset.verifiers import Verdict, Verifier, check_verifier
+from ragen_jax.envs.dataset.verifiers import Verdict, Verifier
 from ragen_jax.envs.options import (
   check_choice,
   check_flag,
@@ -122,7 +122,6 @@ class DatasetEnvironment(TextEnvironment):
     check_flag('dataset', 'show_verdict', self.show_verdict)
     check_text('dataset', 'instruction', self.instruction)
     check_seconds('dataset', 'timeout_s', self.timeout_s)
-    check_verifier(self.verifier)
     if (self.verifier == 'reasoning_gym') > self.generator.startswith('reasoning_gym:'):
       raise ValueError("dataset: verifier='reasoning_gym'; allowed: with generator='reasoning_gym:NAME'")
     self._verifier  # noqa: B018, its options are checked at once

@@ -78,7 +78,7 @@ def read_processor(directory: str, vision: VisionConfig) -> ProcessorConfig:
     if raw.get(field) is not None and raw[field] != value:
       raise UserError(f'{where}: {field}={raw[field]!r} is not supported; only {value!r} is')
   factor = raw.get('rescale_factor', 1 / 255)
-  if not isinstance(factor, float) or not math.isclose(factor, 1 / 255, rel_tol=1e-9):
+  if not isinstance(factor, float) or not math.isclose(factor, 1 / 255):
     raise UserError(f'{where}: rescale_factor={factor!r} is not supported; only 1/255 is')
   least, most = _pixels(raw, where)
   mean, std = (_channels(raw, field, where) for field in ('image_mean', 'image_std'))

@@ -49,7 +49,7 @@ def test_a_division_that_is_left_undone_is_no_answer_unless_it_is_the_gold(text)
     assert not read_number(done).undone and is_equal(read_number(done), read_number(done))
 
 
-@pytest.mark.parametrize('text', ['50%', '50 %', r'50\%', '50 percent', '50 per cent', '50\uff05', 'It is 50%.'])
+@pytest.mark.parametrize('text', ['50%', '50 %', r'50\%', '50 percent', '50 Per Cent', '50\uff05', 'It is 50%.'])
 def test_a_sign_for_percent_is_read(text):
   assert read_number(text) == Number(Fraction(50), True)
 

@@ -192,6 +192,7 @@ def test_results_of_functions(result, expected, same):
     {'int': 5},
     {'dict': 3},
     {'dict': [[1]]},
+    {'dict': [[None, 1]]},
     {'a': 1, 'b': 2},
     {'tuple': 7},
     {'set': [6]},
@@ -200,6 +201,7 @@ def test_results_of_functions(result, expected, same):
 )
 def test_what_is_no_result_is_not_the_same(written):
   assert not same_value(written, 6, 0.0)
+  assert not same_value(written, {'None': 1}, 0.0)
 
 
 @pytest.mark.parametrize(

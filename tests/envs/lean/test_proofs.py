@@ -31,7 +31,7 @@ def test_other_statements_are_refused(raw):
     ('lemma A.«x (y»(n : Nat)', 'A.«x (y»'), ('theorem _root_.foo', 'foo'), ('theorem _root_.A.b', 'A.b'),
     ('theorem a -- lemma b\n', 'a'), ('/- a theorem b /- of -/ lemma c -/ theorem a', 'a'),
     ('-- the lemma /- b\ntheorem a', 'a'), ('theorem a : "--" = "/-" ∧ True', 'a'), ('theorem a /- lemma b', None),
-    ('-- theorem a', None),
+    ('-- theorem a', None), ('theorem a (x : "b") -- lemma b\n', 'a'),
   ],
 )  # fmt: skip
 def test_the_name_of_a_theorem(head, name):

@@ -12,6 +12,7 @@ from ragen_jax import envs as registry
 from ragen_jax.envs.outside.base import TextStep, read_expert, read_observation, read_step
 from ragen_jax.envs.outside.processes import game_processes
 from ragen_jax.utils.threads import Fault
+from ragen_jax.utils.workers import Worker
 from tests.support.environments import raises_one_line
 from tests.support.light_games import LIGHT, lines, results
 from tests.support.text_games import by_hand, by_session
@@ -130,6 +131,21 @@ def test_an_exception_costs_its_row_the_object_and_nothing_else(tmp_path):
   notes = [line.split(' ')[0] for line in lines(path)]
   assert notes.count('made') == 1 + 3 + 2 and notes.count('closed') == 1 + 2  # the first was made to be described
   assert len({line.split(' ')[-1] for line in lines(path)}) == 2
+
+
+def test_an_error_of_this_process_costs_the_rows_of_the_worker_that_it_was_about(monkeypatch):
+  session, call = make('Climb', options={'rungs': 6}).open(4), Worker.call
+
+  def broken(self, what, number, row, *rest, **more):
+    if what == 'step' and row % 2:
+      raise OSError('too many open files')
+    return call(self, what, number, row, *rest, **more)
+
+  session.reset([0, 1, 2, 3], [3, 3, 4, 4], [0, 0, 0, 0])
+  monkeypatch.setattr(Worker, 'call', broken)
+  found = session.step([0, 1, 2, 3], ['Up'] * 4)
+  assert [result[0] for result in found[::2]] == ['rung 5 of 6', 'rung 2 of 6']
+  assert all(isinstance(fault, Fault) and 'too many open files' in str(fault) for fault in found[1::2])
 
 
 def test_output_of_a_game_disturbs_nothing(capfd):

@@ -78,6 +78,19 @@ def test_areas_are_those_of_formulas(content, expected):
     assert found == pytest.approx(expected, rel=0.006, abs=0.6)
 
 
+@pytest.mark.parametrize(
+  ('smooth', 'spelt_out'),
+  [  # without a curve of its kind before it, the present point is the first control point
+    ('L40 30S60 90 90 50', 'L40 30C40 30 60 90 90 50'),
+    ('Q20 10 40 30S60 90 90 50', 'Q20 10 40 30C40 30 60 90 90 50'),
+    ('C20 10 30 10 40 30T90 50', 'C20 10 30 10 40 30Q40 30 90 50'),
+  ],
+)
+def test_a_smooth_curve_continues_only_curves_of_its_kind(smooth, spelt_out):
+  one, other = (draw(read_program(svg(f'<path d="M10 50{d}Z"/>')), 100) for d in (smooth, spelt_out))
+  np.testing.assert_array_equal(one, other)
+
+
 def test_a_star_is_full_or_has_a_hole():
   full, hollow = area(f'<polygon {STAR}/>'), area(f'<polygon {STAR} fill-rule="evenodd"/>')
   points = np.array([50, 5, 20, 95, 95, 35, 5, 35, 80, 95], float).reshape(-1, 2)

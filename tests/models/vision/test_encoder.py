@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent import futures
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -27,10 +29,10 @@ _TOWER = VisionConfig(
 )  # fmt: skip
 
 
-def _model(*, frozen: bool) -> Qwen:
+def _model(*, frozen: bool, blocks: tuple[int, ...] = (0,)) -> Qwen:
   cfg = QwenConfig(
     vocab_size=20, hidden_size=16, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
-    rope_sections=(2, 1, 1), vision=_TOWER,
+    rope_sections=(2, 1, 1), vision=dataclasses.replace(_TOWER, deepstack_blocks=blocks),
   )  # fmt: skip
   model = Qwen(cfg, rngs=nnx.Rngs(0))
   if frozen:
@@ -63,6 +65,15 @@ def test_features_are_those_of_the_tower_and_only_a_frozen_towers_are_kept(froze
   assert encoder.encoded == (21 if frozen else 22)
   # The same numbers in another place among others: a resumed run goes on exactly.
   np.testing.assert_array_equal(again[1].embeddings, found[4].embeddings)
+
+
+@pytest.mark.parametrize('blocks', [(0,), ()])
+def test_no_features_have_the_widths_of_those_of_an_image(blocks):
+  model = _model(frozen=True, blocks=blocks)
+  encoder = Encoder(model, _PROCESSOR)
+  (found,) = encoder(nnx.state(model.visual), _images(0))
+  none = jax.tree.map(lambda x: x[..., :0, :], found)
+  chex.assert_trees_all_equal_shapes_and_dtypes(encoder.empty, none)
 
 
 def test_the_features_that_were_not_used_for_longest_are_dropped(monkeypatch):

@@ -63,10 +63,16 @@ def _animated() -> str:
   return _file(file.getvalue())
 
 
+def test_the_case_of_a_header_does_not_matter():
+  header, _, data = data_url(image_of(16, 16)).partition(',')
+  np.testing.assert_array_equal(_read(f'{header.upper()},{data}').image, _read(f'{header},{data}').image)
+
+
 @pytest.mark.parametrize(
   ('url', 'told'),
   [
     (None, 'must be a data URL'),
+    ('data:image/pñg;base64,aGk=', 'must be a data URL'),
     (7, 'must be a data URL'),
     ('https://example.org/a.png', 'addresses are not fetched'),
     ('http://127.0.0.1/' + 'a' * 5000, 'addresses are not fetched'),
