@@ -61,6 +61,12 @@ def test_an_image_is_said_to_show_what_the_legend_names(legend, specs):
   assert task.splitlines()[:2] == ['Rules.', f'Each state is an image of the room.{shown}']
 
 
+def test_a_summary_tells_the_actions_of_a_turn_or_that_there_were_none(specs):
+  for actions, told in ((['Up', 'Left'], 'Up || Left'), ([], 'nothing')):
+    before, after = templates.memory_frame(specs[0], 2, actions, 0.5, '||')
+    assert before == f'Turn 3: {told} in\n' and after == '\nbrought reward 0.5.'
+
+
 def test_rewards_are_told_without_noise():
   assert [format_reward(x) for x in (0.0, -0.0, 1.0, -0.1, 10.799999, -0.30000001, 0.001)] == [
     '0', '0', '1', '-0.1', '10.8', '-0.3', '0',

@@ -87,6 +87,7 @@ def test_gpus_have_cudnn_where_it_supports_the_model(platform, cudnn, caplog):
     ('9.0', WIDE, jnp.bfloat16, 'einsum', ['head dim must be <= 128, but got 160']),
     ('7.5', CFG, jnp.bfloat16, 'einsum', ['compute capability 8.0 or later']),
     ('gfx90a', CFG, jnp.bfloat16, 'einsum', ['needs an NVIDIA GPU']),
+    ('9.x', CFG, jnp.bfloat16, 'einsum', ['needs an NVIDIA GPU']),
   ],
 )
 def test_a_gpu_that_cannot_use_a_kernel_says_why_once(cudnn, caplog, capability, cfg, dtype, implementation, said):

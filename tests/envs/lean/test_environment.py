@@ -166,6 +166,7 @@ def test_a_busy_server_is_asked_again_and_then_a_fault(make, server):
     ({'error': 'Lean REPL out of memory'}, 'Lean failed: Lean REPL out of memory'),
     ({'error': 'Lean REPL header command timed out in 30 seconds'}, 'Lean failed: Lean REPL header command timed out'),
     ({'response': {'message': 'Unknown environment.'}}, 'Lean failed: Unknown environment.'),
+    ({'error': {'code': 137}}, "Lean failed: {'code': 137}"),
   ],
 )
 def test_a_process_that_fails_is_tried_again_and_then_a_fault(make, server, result, told):

@@ -95,6 +95,23 @@ def test_blocks_in_a_loop_and_computed_again_give_the_same_features_and_gradient
     assert np.linalg.norm(found[path][...] - want[...]) <= 1e-4 * np.linalg.norm(want[...]), path
 
 
+@pytest.mark.parametrize('scanned', [False, True])
+def test_blocks_are_computed_again_only_if_asked_for(scanned):
+  tower = _tower(_SMALL)
+  tower.scan_blocks = scanned
+  graphdef, params = nnx.split(tower)
+  patches = jnp.zeros((1, 48, _SMALL.patch_values))
+
+  def computes_again(remat):
+    def loss(params):
+      return nnx.merge(graphdef, params)(patches, (6, 8), remat=remat).embeddings.sum()
+
+    equations = str(jax.make_jaxpr(jax.grad(loss))(params))
+    return 'remat' in equations or 'checkpoint[' in equations  # by the version of JAX
+
+  assert computes_again(True) and not computes_again(False)
+
+
 def test_deep_towers_are_scanned_between_the_blocks_that_give_features():
   tower = _tower(_SMALL3)
   patches = np.random.default_rng(1).normal(size=(1, 48, _SMALL3.patch_values)).astype(np.float32)

@@ -339,18 +339,18 @@ def test_callers_in_many_threads_get_their_own_replies(shared, sampler_and_param
   assert aborted and shared.stats().used == shared.stats().queued == 0
 
 
-@pytest.mark.slow
-def test_a_full_queue_refuses_calls(sampler_and_params):
-  with start(*sampler_and_params, slots=2, max_queue=1) as engine:
-    engine.pause(drain=False)
-    texts = prompts(4, 8)
-    listeners = [submit(engine, request(p)) for p in texts[:3]]  # as many as there are slots, and one
-    with pytest.raises(QueueFull, match=r'^max_queue=1: .* wait'):
-      submit(engine, request(texts[3]))
+def test_calls_that_run_and_calls_that_wait_are_limited_together(endless):
+  gate, texts = Gate(endless[0]), prompts(5, 8)
+  with start(gate, endless[1], slots=2, max_queue=2) as engine:
+    listeners = [submit(engine, request(texts[0]))]
+    gate.wait()  # it has a slot
+    listeners += [submit(engine, request(p)) for p in texts[1:4]]
+    with pytest.raises(QueueFull, match=r'^max_queue=2: .* wait'):
+      submit(engine, request(texts[4]))
     listeners[0].ticket.cancel()
+    gate.open()
     listeners[0].reply()
-    listeners[0] = submit(engine, request(texts[3]))
-    engine.resume()
+    listeners[0] = submit(engine, request(texts[4]))
     for listener in listeners:
       assert listener.reply().ids
 
