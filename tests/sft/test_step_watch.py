@@ -7,7 +7,8 @@ import json
 import pytest
 
 from ragen_jax.algorithms.spikes import SpikeSettings
-from ragen_jax.sft.step_watch import GRAD_NORM, LOSS, VALUE_LOSS, StepWatch, WatchSettings
+from ragen_jax.sft.step_watch import GRAD_NORM, LOSS, VALUE_LOSS, StepWatch, WatchSettings, diverged
+from ragen_jax.utils.errors import Diverged
 
 _RULES = WatchSettings(max_bad_iterations=3, spikes=SpikeSettings(spike_factor=10.0, baseline_steps=4))
 
@@ -66,3 +67,9 @@ def test_a_value_loss_is_watched_too():
     watch.add(step, {VALUE_LOSS: x})
   ((step, spike),) = watch.read().spikes
   assert (step, spike.metric) == (5, VALUE_LOSS)
+
+
+@pytest.mark.parametrize(('good', 'left'), [(None, 'there is no checkpoint'), (40, 'that of step 40,')])
+def test_the_error_of_a_warm_start_says_what_is_left(good, left):
+  error = diverged(50, 'not finite: the loss', good)
+  assert isinstance(error, Diverged) and str(error).startswith('step 50: not finite: the loss; ') and left in str(error)

@@ -72,11 +72,16 @@ def test_a_micro_batch_has_its_rows_and_empty_ones():
   loss_mask = np.zeros((5, 12), bool)
   loss_mask[:, 2:5] = True
   batch = learning.mini_batch(loss_mask, 30, importance=None)
-  plan = plan_micro_batches(np.asarray([4, 1, 2]), np.full(5, 10), np.full(5, 3), size=4, length_step=10)[0]
+  plan = plan_micro_batches(np.asarray([4, 0, 2]), np.full(5, 10), np.full(5, 3), size=4, length_step=10)[0]
   part = plan.cut(batch)
-  assert plan.rows.tolist() == [4, 1, 2, -1] and part.tokens.shape == (4, 10) and part.mask.shape == (4, 5)
-  np.testing.assert_array_equal(part.tokens[:3], batch.tokens[[4, 1, 2], :10])
-  np.testing.assert_array_equal(part.advantages[:3, :3], batch.advantages[[4, 1, 2]])
+  assert (
+    plan.rows.tolist() == [4, 0, 2, -1]
+    and plan.members.tolist() == [4, 0, 2]
+    and part.tokens.shape == (4, 10)
+    and part.mask.shape == (4, 5)
+  )
+  np.testing.assert_array_equal(part.tokens[:3], batch.tokens[[4, 0, 2], :10])
+  np.testing.assert_array_equal(part.advantages[:3, :3], batch.advantages[[4, 0, 2]])
   assert part.importance is None
   for empty in (part.trained[3], part.mask[3], part.weights[3], part.weights[:, 3:]):
     assert not empty.any()
