@@ -46,6 +46,8 @@ def test_empty_filtered_steps():
   assert reasons([1.0] * 9, empty=range(3, 8)) == [''] * 7 + ['empty_filtered_steps', '']
   assert not any(reasons([1.0] * 9, empty=(0, 1, 2, 3, 5, 6, 7, 8)))
   assert reasons([1.0] * 3, empty_patience=2, empty=(1, 2))[-1] == 'empty_filtered_steps'
+  assert not any(reasons([1.0] * 30, empty_patience=0, empty=range(30)))
+  assert not any(reasons([1.0] * 30, empty=(12, 13, 14, 15, 17, 18, 19, 20)))  # in a row, behind the baseline too
 
 
 @pytest.mark.parametrize(('other', 'stops'), [(0.0, True), (0.9, False)])

@@ -19,7 +19,7 @@ from ragen_jax.training.batches import TokenRows
 from ragen_jax.training.images import CRITIC, POLICY, FrozenFeatures, ImageInputs
 from ragen_jax.training.scoring import Scorer, score_tokens, token_rows, value_tokens
 from tests.support import learning
-from tests.support.models import random_model
+from tests.support.models import EXPERTS, random_model
 
 _VOCAB = 30
 
@@ -121,6 +121,20 @@ def test_values_are_those_of_the_critic_run_by_itself():
   for row, i in zip(*np.nonzero(batch.mask), strict=True):
     np.testing.assert_allclose(values[row, i], everywhere[row, batch.columns[row, i] - 1], atol=1e-5)
   assert not values[~batch.mask].any()
+
+
+def test_scores_are_those_of_the_experts_that_are_given():
+  model = random_model(_VOCAB, **EXPERTS)
+  graphdef, params = nnx.split(model)
+  batch = _batch()
+  scorer, plans = Scorer(graphdef, learning.scoring()), learning.plans(batch, 3)
+  expected, _ = scorer.score(params, batch, plans)
+  own = np.asarray(model.policy.run(model.policy.embed(batch.tokens), with_choices=True)[2]).astype(np.uint8)
+  same, _ = scorer.score(params, batch.replace(experts=own), plans)
+  np.testing.assert_allclose(same, expected, atol=1e-5)
+  others = batch.replace(experts=(own + 1) % 8)
+  assert np.abs(scorer.score(params, others, plans)[0] - expected).max() > 1e-3
+  np.testing.assert_allclose(scorer.logprobs(params, others, plans), expected, atol=1e-5)  # routers choose
 
 
 @pytest.mark.parametrize(('chunk', 'calls'), [(0, []), (12, [4]), (13, [4]), (16, [3]), (47, [2]), (48, [])])

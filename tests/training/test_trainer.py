@@ -156,6 +156,17 @@ def test_each_epoch_iteration_and_seed_has_its_own_order_of_mini_batches(policy,
   assert len(orders) == 8
 
 
+@pytest.mark.parametrize(('fixed', 'steps'), [(True, 4), (False, 1)])
+def test_fewer_groups_are_as_many_steps_if_their_number_is_fixed(policy, played, fixed, steps):
+  trainer, _ = learning.make_trainer(
+    policy, filter__strategy='top_k', filter__value=0.25, filter__fixed_steps=fixed
+  )  # fmt: skip
+  selection = trainer.select(played[0])
+  taken = [rows for rows, _ in trainer._plans(selection, 0)]
+  assert len(taken) == steps
+  np.testing.assert_array_equal(np.sort(np.concatenate(taken)), np.flatnonzero(selection.keep))
+
+
 def test_a_new_shape_of_bins_is_told_once(policy, played, caplog):
   trainer, _ = learning.make_trainer(policy, optimizer__packing=True)
   selection = trainer.select(played[0])

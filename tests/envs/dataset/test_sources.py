@@ -77,6 +77,7 @@ def test_an_array_is_read_in_parts_of_any_size(tmp_path_factory, rows, indent, a
     ('a.json', b'[{"a": 1}]\n[{"a": 2}]', "after the array comes '\\['; allowed: the end of the file"),
     ('a.json', b'[] x', "after the array comes 'x'; allowed: the end of the file"),
     ('a.json', b'[1, 2]', 'item 1 is 1; allowed: an object'),
+    ('a.json', b'[{}, {}, 3]', 'item 3 is 3; allowed: an object'),
     ('a.json', b'[{"a": "\xff"}]', r'is not UTF-8 text, byte'),
     ('a.json', b'{"a": [1, 2], "b": [1]}', r"an object with the fields \['a', 'b'\]; allowed: .* arrays of one length"),
     ('a.json', b'{"data": {"x": 1}}', r"fields \['data'\]; allowed: an array of objects"),

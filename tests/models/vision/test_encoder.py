@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import types
 from concurrent import futures
 
 import chex
@@ -19,6 +20,7 @@ from ragen_jax.models.vision import encoder as encoders
 from ragen_jax.models.vision.config import QWEN3_VL, VisionConfig
 from ragen_jax.models.vision.encoder import Encoder, digest
 from ragen_jax.models.vision.processor import ProcessorConfig, patches_of
+from ragen_jax.models.vision.tower import Features
 from ragen_jax.utils.errors import UserError
 
 _PROCESSOR = ProcessorConfig(4, 2, 2, 64, 65536, (0.5, 0.4, 0.3), (0.5, 0.6, 0.7))
@@ -65,6 +67,16 @@ def test_features_are_those_of_the_tower_and_only_a_frozen_towers_are_kept(froze
   assert encoder.encoded == (21 if frozen else 22)
   # The same numbers in another place among others: a resumed run goes on exactly.
   np.testing.assert_array_equal(again[1].embeddings, found[4].embeddings)
+
+
+@pytest.mark.parametrize(('size', 'count'), [((16, 24), 16), ((256, 512), 2), ((1024, 512), 1)])
+def test_a_call_has_as_many_images_as_have_4096_tokens_and_16_at_most(size, count):
+  model = _model(frozen=True)
+  encoder, shapes = Encoder(model, _PROCESSOR), []
+  none = Features(np.zeros((count, 1, 16), np.float32), np.zeros((count, 1, 1, 16), np.float32))
+  encoder._shared = types.SimpleNamespace(run=lambda weights, images: shapes.append(images.shape) or none)
+  encoder(nnx.state(model.visual), _images(*range(count), size=size))
+  assert shapes == [(count, *size, 3)]
 
 
 @pytest.mark.parametrize('blocks', [(0,), ()])

@@ -105,6 +105,7 @@ def test_a_reply_is_known_with_and_without_its_forced_prefix():
     agent.call(*START, reply='a', forms=(assistant('<think>a'), assistant('a')))
     plan, _ = agent.call(*START, assistant(sent), user('v'))
     assert (plan.row, plan.parent) == (0, 'call 1')
+    assert agent.session.conversation('call 1') == FORMAT.canonical((*START, assistant('<think>a')))
 
 
 def test_ids_extend_a_row_and_a_prompt_that_equals_a_row_continues_its_reply():
