@@ -1,9 +1,9 @@
 """Turns the gradient of a mini-batch into new weights: in one program, or in programs that the layers share.
 
-Compilers do not use that layers are alike. A model with `_FROM_LAYERS` layers or more is therefore updated in parts:
-each layer is one, and all other weights are one. One program for all would need 4.5 times the bytes of the weights in
-addition to its arguments (8 layers of Qwen2.5-0.5B's shape, compiled for memory on a CPU), the parts need 1.1. Parts
-whose arrays have the same names, shapes and types share programs. A step calls, in this order:
+Compilers do not exploit that layers are identical. A model with `_FROM_LAYERS` layers or more is therefore updated in
+parts: each layer is one, and all other weights are one. One program for all would need 4.5 times the bytes of the
+weights in addition to its arguments (8 layers of Qwen2.5-0.5B's shape, compiled for memory on a CPU), the parts need
+1.1. Parts whose arrays have the same names, shapes and types share programs. A step calls, in this order:
 
     squares   for each part: the sum of squares of each gradient
     norms     once: the norms of the gradient, which gradients are not finite, and whether norms and metrics are finite
