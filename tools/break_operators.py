@@ -25,9 +25,11 @@ EXTREMES = dict(_PAIRS) | {b: a for a, b in _PAIRS}
 _IGNORED_KEYWORDS = {
   'strict', 'daemon', 'encoding', 'prefix', 'donate_argnums', 'static_argnums', 'static_argnames', 'unroll',
 }  # fmt: skip
-# Calls whose only argument cannot take their place: every test would fail.
+# Calls whose only argument cannot take their place, because every test would fail, or whose argument is as good almost
+# everywhere, such as a scalar of NumPy for `int`.
 _OTHER_TYPES = {
   'len', 'range', 'enumerate', 'iter', 'next', 'str', 'repr', 'type', 'isinstance', 'asdict', 'append', 'join', 'get',
+  'int', 'float', 'TypeVar',
 }  # fmt: skip
 _SKIPPED = re.compile(r'_?(log|logger|logging|warnings)\.|os\.kill')
 

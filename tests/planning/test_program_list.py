@@ -117,6 +117,15 @@ def test_bootstrap_values_and_scores_of_full_rows_are_in_the_list(packing, whole
   assert max(width for _, width, _ in without) == limit
 
 
+@pytest.mark.parametrize('tag', ['FrozenLake', 'Agent'])
+def test_where_agents_play_the_sampler_has_no_programs(tag):
+  config = _config(train__tags=(tag,), eval__tags=(tag,))
+  trainer = _trainer(config, None)
+  trainer.model = types.SimpleNamespace(mesh=types.SimpleNamespace(shape={'data': 1, 'fsdp': 1}))
+  names = {name for name, _ in program_list.programs(config, trainer, {'rollout': 16, 'evaluation': 16})}
+  assert 'gradient' in names and ({'extend', 'decode'} <= names) == (tag == 'FrozenLake') == bool(names & {'extend'})
+
+
 def test_a_list_of_micro_batches_is_bounded():
   config = _config(length_step=1, agent__max_context=100_000, agent__max_response_tokens=20_000)
   assert len(program_list.batch_shapes(config, _trainer(config, None))) == program_list._MOST
