@@ -60,7 +60,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
   # Back to the best checkpoint, with half the learning rate, after a warning.
   'rollback': flags(monitor__echo_trap='rollback', eval__every=5, checkpoint__every=5),
 }
-SEARCHED = (5e-4, 1e-3, 2e-3, 4e-3)
+SEARCHED = {
+  'FrozenLake': (5e-4, 1e-3, 2e-3, 4e-3),
+  'SimpleSokoban': (5e-4, 1e-3, 2e-3, 4e-3),
+  'Bandit': (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+}
 # Chosen by the search: the learning rates of the comparison. The figure shows the last one.
 RATES = {'FrozenLake': (4e-3, 2e-3), 'SimpleSokoban': (2e-3,), 'Bandit': (1e-3,)}
 SEEDS = (0, 1, 2, 3, 4)
@@ -143,7 +147,7 @@ def warned_at(curves: dict[str, list[float | None]]) -> int | None:
 
 def keys(games: list[str], part: str) -> list[Key]:
   """The runs, in the order in which they are made: the search, then all settings of one seed after the other."""
-  search = [(game, 'StarPO', rate, 0) for game in games for rate in SEARCHED]
+  search = [(game, 'StarPO', rate, 0) for game in games for rate in SEARCHED[game]]
   compared = [
     (game, setting, rate, seed) for seed in SEEDS for game in games for rate in RATES[game] for setting in SETTINGS
   ]

@@ -71,8 +71,19 @@ def edit_request(prompt: str, critique: str, max_chars: int, shown_chars: int) -
 
 
 def without_thought(reply: str) -> str:
-  """A reply without the thought before it."""
-  return reply.rpartition('</think>')[2].strip()
+  """A reply without the thought before it.
+
+  Templates may write `<think>` themselves, so a thought may have an end only: the first one, if it ends its line or a
+  prompt follows, and if no tag is open before it. Other ends are text about replies.
+  """
+  thought, end, rest = reply.strip().partition('</think>')
+  if not end:
+    return thought
+  begins = thought.startswith('<think>')
+  if not begins and ('<think>' in thought or thought.count('<prompt>') > thought.count('</prompt>')):
+    return reply.strip()
+  ends_line = rest.lstrip(' \t').startswith(('\r', '\n', '<prompt>')) or not rest.strip()
+  return rest.strip() if begins or ends_line else reply.strip()
 
 
 def read_prompt(reply: str) -> str | None:

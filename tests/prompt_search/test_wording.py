@@ -111,5 +111,27 @@ def test_placeholders():
   assert wording.placeholders('{a} {b_1} {a} {1} {} { c } {"json": 2}') == {'{a}', '{b_1}'}
 
 
-def test_thoughts_are_left_out():
-  assert wording.without_thought(' <think>hm</think>\n ok ') == 'ok' and wording.without_thought('ok') == 'ok'
+@pytest.mark.parametrize(
+  ('reply', 'left'),
+  [
+    (' <think>hm</think>\n ok ', 'ok'),
+    ('<think>hm</think> ok', 'ok'),
+    ('<think>hm</think>\n\nBegin with </think>.', 'Begin with </think>.'),
+    ('hm\n</think>\n\nok', 'ok'),  # the template has written the beginning
+    ('hm</think> <prompt>a</prompt>', '<prompt>a</prompt>'),
+    ('It does not say that </think> must come first. It should.',) * 2,
+    ('Write <think> and\n</think>\nfirst.',) * 2,
+    ('ok',) * 2,
+    ('',) * 2,
+  ],
+)
+def test_thoughts_are_left_out(reply, left):
+  assert wording.without_thought(reply) == left
+
+
+@pytest.mark.parametrize('before', ['', '<think>hm</think>', 'hm\n</think>\n', '<think><prompt>a</prompt></think>\n'])
+@pytest.mark.parametrize(
+  'prompt', ['Write <think>, </think> and the answer.', 'Think.\n<think>\n</think>\nThen answer.', 'a']
+)
+def test_a_new_prompt_may_name_the_tags_of_thoughts(before, prompt):
+  assert wording.read_prompt(f'{before}<prompt>{prompt}</prompt>') == prompt

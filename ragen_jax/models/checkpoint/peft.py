@@ -40,6 +40,10 @@ _PLAIN = {
   'alpha_pattern': ({},),
   'trainable_token_indices': ([], {}),
   'alora_invocation_tokens': ([],),
+  # Other ways to begin change the base weights, too, so the adapters belong to a base that the checkpoint does not have.
+  'init_lora_weights': (True, False, 'gaussian', 'orthogonal', 'eva'),
+  'kasa_config': (),
+  'lora_ga_config': (),
 }
 
 
@@ -57,7 +61,7 @@ def read_config(directory: str, known: tuple[str, ...] = lora.TARGETS) -> lora.L
     raise UserError(f"{where}: peft_type={raw.get('peft_type')!r} is not supported; only 'LORA' is")
   for field, allowed in _PLAIN.items():
     if raw.get(field) is not None and raw[field] not in allowed:
-      raise UserError(f'{where}: {field}={raw[field]!r} is not supported; only {allowed[0]!r} is')
+      raise UserError(f'{where}: {field}={raw[field]!r} is not supported; only {allowed[0] if allowed else None!r} is')
   rank, alpha, targets = raw.get('r'), raw.get('lora_alpha'), raw.get('target_modules')
   for field, value in (('r', rank), ('lora_alpha', alpha)):
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
