@@ -43,10 +43,6 @@ class Run:
   best: float | None
   evaluations: dict[str, dict[str, Any]]
 
-  @property
-  def name(self) -> str:
-    return os.path.basename(os.path.abspath(self.workdir))
-
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
@@ -170,16 +166,27 @@ def group(runs: Sequence[Run]) -> list[Curve]:
     groups.setdefault((key, number), []).append(run)
   parts = list(groups.values())
   labels = name_differences([_learning_fields(part[0], known) for part in parts])
-  labels = [label if part[0].config else part[0].name for label, part in zip(labels, parts, strict=True)]
+  names = _directory_names([part[0].workdir for part in parts])
+  labels = [label if part[0].config else name for label, name, part in zip(labels, names, parts, strict=True)]
   if len(parts) == 1 and parts[0][0].config:
     tags = parts[0][0].config.get('train.tags')
-    labels = [_format_value(tags) if tags and len(parts[0]) > 1 else parts[0][0].name]
+    labels = [_format_value(tags) if tags and len(parts[0]) > 1 else names[0]]
   curves = []
-  for label, part in zip(labels, parts, strict=True):
+  for label, name, part in zip(labels, names, parts, strict=True):
     if labels.count(label) > 1 or not label:  # several curves with the same settings
-      label = f'{label} ({part[0].name})' if label else part[0].name
+      label = f'{label} ({name})' if label else name
     curves.append(Curve(f'{label} ({len(part)} seeds)' if len(part) > 1 else label, tuple(part)))
   return curves
+
+
+def _directory_names(workdirs: Sequence[str | os.PathLike[str]]) -> list[str]:
+  """A name for each directory: the last parts of its path, as many as no other one has."""
+  paths = [(str(w) if is_address(w) else os.path.abspath(w)).rstrip('/').split('/') for w in workdirs]
+  names = []
+  for path in paths:
+    ends = (path[-n:] for n in range(1, len(path) + 1))
+    names.append('/'.join(next((end for end in ends if sum(p[-len(end) :] == end for p in paths) == 1), path)))
+  return names
 
 
 def _learning_fields(run: Run, known: Collection[str]) -> dict[str, Any]:

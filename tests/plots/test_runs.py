@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
 from ragen_jax.plots import runs as runs_lib
 from tests.support.made_up_runs import metric_rows, read, run_config, write_run
 
@@ -36,7 +40,7 @@ def test_marks_are_where_something_begins():
 
 def _curves(tmp_path, *configs):
   runs = [read(write_run(tmp_path / f'run{i}', config, metric_rows(0, 2))) for i, config in enumerate(configs)]
-  return [(curve.label, [run.name for run in curve.runs]) for curve in runs_lib.group(runs)]
+  return [(curve.label, [os.path.basename(run.workdir) for run in curve.runs]) for curve in runs_lib.group(runs)]
 
 
 def test_runs_that_differ_in_the_seed_are_one_curve_named_by_what_differs(tmp_path):
@@ -80,3 +84,10 @@ def test_the_same_run_again_and_runs_without_a_config_go_by_their_directories(tm
   assert _curves(tmp_path / 'new', run_config(0), newer) == [('FrozenLake (2 seeds)', ['run0', 'run1'])]
   other = run_config(1, algorithm__policy_loss='sapo')
   assert len(_curves(tmp_path / 'other', run_config(0), other)) == 2
+
+
+@pytest.mark.parametrize('config', [run_config(0), None])
+def test_directories_of_one_name_are_told_apart_by_those_above(tmp_path, config):
+  places = ('old/sokoban', 'new/sokoban', 'new/lake')
+  runs = [read(write_run(tmp_path / place, config, metric_rows(0, 2))) for place in places]
+  assert [curve.label for curve in runs_lib.group(runs)] == ['old/sokoban', 'new/sokoban', 'lake']

@@ -40,7 +40,7 @@ _PLAIN = {
   'alpha_pattern': ({},),
   'trainable_token_indices': ([], {}),
   'alora_invocation_tokens': ([],),
-  # Other ways to begin change the base weights, too, so the adapters belong to a base that the checkpoint does not have.
+  # Others change the base weights at the start, so the adapters belong to a base that the checkpoint does not have.
   'init_lora_weights': (True, False, 'gaussian', 'orthogonal', 'eva'),
   'kasa_config': (),
   'lora_ga_config': (),

@@ -331,10 +331,9 @@ class Service:
 
 
 def request_digest(path: str, body: bytes, own_key: str) -> str:
-  """The key by which a repeated request is known: the client's own, or a digest of path and body."""
-  if own_key:
-    return f'key:{hashlib.sha256(own_key.encode()).hexdigest()}'
-  return hashlib.sha256(path.encode() + b'\0' + body).hexdigest()
+  """The key by which a repeated request is known: a digest of the client's own key, if it sends one, path and body."""
+  digest = hashlib.sha256(path.encode() + b'\0' + body).hexdigest()
+  return f'key:{hashlib.sha256(f"{digest} {own_key}".encode()).hexdigest()}' if own_key else digest
 
 
 def _prompts_of(calls: Sequence[StoredCall], stored: Sequence[StoredCall]) -> list[tuple[int, ...]]:

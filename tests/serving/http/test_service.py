@@ -114,6 +114,9 @@ def test_an_idempotency_key_of_a_client_without_a_mark(server):
   answers = [chat(client, extra_headers={'Idempotency-Key': k}) for k in ('a', 'a', 'b')]
   assert answers[0].id == answers[1].id != answers[2].id
   assert len(server.calls(task)) == 2
+  # A key that comes with another request belongs to a new one, such as a header that a client always sends.
+  other = chat(client, messages=[{'role': 'user', 'content': 'other'}], extra_headers={'Idempotency-Key': 'a'})
+  assert other.id not in {a.id for a in answers} and len(server.calls(task)) == 3
 
 
 def test_a_key_that_comes_twice_at_a_time_is_one_sample(server, engine, monkeypatch):
@@ -265,12 +268,17 @@ def test_a_full_disk_costs_tries_and_no_call(server, engine, monkeypatch):
   assert [c.index for c in server.calls(task)] == [0, 1, 2]
 
 
+# Requests with one key, and the same with another key.
+OTHERS = (('chat', b'b', 'k'), ('completions', b'a', 'k'), ('chat', b'a', 'l'))
+
+
 def test_a_digest_tells_requests_apart():
   digests = {
     service.request_digest('chat', b'a', ''), service.request_digest('chat', b'b', ''),
     service.request_digest('completions', b'a', ''), service.request_digest('chat', b'a', 'k'),
   }  # fmt: skip
-  assert len(digests) == 4 and service.request_digest('chat', b'b', 'k') in digests
+  digests |= {service.request_digest(kind, body, key) for kind, body, key in OTHERS}
+  assert len(digests) == 4 + len(OTHERS)
 
 
 # -- agents with frozen weights ----------------------------------------------------------------------------------------
