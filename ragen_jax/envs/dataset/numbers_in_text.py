@@ -16,8 +16,9 @@ from typing import Any
 _LONGEST = 1000  # characters
 # The beginning of a box, and braces.
 _BRACE = re.compile(r'\\f?box(?:ed)?\s*\{|[{}]')
-# LaTeX for spaces and sizes, which means nothing.
-_SPACE = re.compile(r'\\[!,;: ]|\\(?:left|right|quad|qquad|displaystyle)(?![A-Za-z])|~')
+# LaTeX for sizes and for the spaces within a number, which means nothing, and for spaces between words.
+_NOTHING = re.compile(r'\\[!,]|\\(?:left|right|displaystyle)(?![A-Za-z])')
+_SPACE = re.compile(r'\\[;: ]|\\q?quad(?![A-Za-z])|~')
 _WORDS_OF_LATEX = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}')
 _DEGREES = re.compile(r'\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])')
 _DELIMITERS = re.compile(r'\\[()\[\]]')
@@ -56,9 +57,9 @@ _MULTIPLIERS = frozenset('mK')  # after an amount of money: millions, thousands
 _OPENING, _CLOSING = ' \'"\u2018\u201c([{', '\'"\u2019\u201d)]}'
 # Words that change a number, compute with it, or deny it.
 _CHANGING = re.compile(
-  r'(?<![^\W\d_])(minus|negative|plus|times|over|divided|multiplied|subtracted|dozens?|hal(f|ves|ved)|thirds?|quarters?|'
-  r'fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|millionths?|(square|cube)\s+of|'
-  r'repeating|recurring|'
+  r'(?<![^\W\d_])(minus|neg(?:ative)?|plus|times|over|divided|multiplied|subtracted|dozens?|hal(f|ves|ved)|'
+  r'thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|twelfths?|twentieths?|hundredths?|'
+  r'thousandths?|millionths?|(square|cube)\s+of|repeating|recurring|'
   r'twice|thrice|doubled?|tripled?|quadrupled?|squared|cubed|root|sqrt|(opposite|inverse|reciprocal)\s+of|'
   r'hundreds?|thousands?|grand(?!\s+total)|millions?|billions?|trillions?|[bmt]n|[bt]ln|mio|mrd|mil|mill|mln|lakhs?|crores?|'
   r'pi|log|ln|exp|sin|cos|tan|factorial|infinity|mod|or|nor|not|no|none|nothing|neither|never|cannot|cant|wont|'
@@ -98,7 +99,9 @@ def read_number(text: str) -> Number | None:
   Read are signs, thousands commas, decimals, exponents, fractions ('3/4', '1 1/2', LaTeX), a currency, a sign for
   percent, a unit, words around the number, and brackets or a LaTeX box. A sign in front of those belongs to the number.
   """
-  if len(text) > _LONGEST or _PAIR.search(_SPACE.sub('', text).replace('{,}', ',').replace('\\$', '')):
+  if len(text) > _LONGEST or _PAIR.search(
+    _SPACE.sub('', _NOTHING.sub('', text)).replace('{,}', ',').replace('\\$', '')
+  ):
     return None
   text = _clean(text)
   if text is None or any(c.isnumeric() and not c.isascii() for c in text):
@@ -135,7 +138,8 @@ def _clean(text: str) -> str | None:
   for begin, start, end in boxes:
     text = f'{text[:begin]}({text[start:end]}){text[end + 1 :]}'
   text = text.translate(_PLAIN)
-  text = _SPACE.sub('', text.replace('{,}', ',').replace('\\$', '$').replace('\\%', '%'))
+  text = _NOTHING.sub('', text.replace('{,}', ',').replace('\\$', '$').replace('\\%', '%'))
+  text = _SPACE.sub(' ', text)
   text = _DEGREES.sub('°', _DELIMITERS.sub(' ', _WORDS_OF_LATEX.sub(r' \1 ', text)))
   text = _FRACTION.sub(lambda m: f' {m[1] or m[2]}/{m[3] or m[4]} ', text)
   text = re.sub(r'\s*\bper\s?cent\b', '%', text, flags=re.IGNORECASE)

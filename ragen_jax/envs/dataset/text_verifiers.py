@@ -126,6 +126,9 @@ _SMALL_LETTER = re.compile(r"(?<![^\W_])(?<!['\u2019.])([a-z])(?![^\W_]|['\u2019
 _DENIAL = re.compile(r"\b(?:not|never|neither|nor|no|but|except|other\s+than|cannot|\w+n['\u2019]t)\b", re.IGNORECASE)
 
 
+# A choice that is computed with: a power, LaTeX, a product such as 2x, an operation on letters.
+_FORMULA = re.compile(r'[\\^=]|\d[^\W\d]\b|[^\W\d] ?[*/+] ?\w|\w ?[*/+] ?[^\W\d]')
+
 # What makes a number another one: more digits, an operation, a multiplier.
 _AFTER_NUMBER = (
   r'(?![.,/:]\d| ?[*^\u00d7]| ?[-+/\u2212\u2013] ?[\d$]| (?:hundred|thousand|[mb]illion|trillion|dozen|times)\b)'
@@ -170,7 +173,9 @@ def read_choice(answer: str, choices: Sequence[str]) -> int | None:
   match = match if match and ord(match[1]) - ord('A') < len(choices) else None
   if match and texts[ord(match[1]) - ord('A')] == _folded(match[2]):
     return ord(match[1]) - ord('A')
-  if _DENIAL.search(text):
+  # 'There is no change' says what a choice does that is called so.
+  denying = '|'.join(re.escape(choice) for choice in texts if ' ' in choice and _DENIAL.search(choice))
+  if _DENIAL.search(re.sub(rf'\b(?:{denying})\b', ' ', _folded(text)) if denying else text):
     return None
   if match:
     index, rest = ord(match[1]) - ord('A'), match[2]
@@ -205,12 +210,21 @@ def _mentioned(text: str, choices: Sequence[str]) -> set[int]:
 
 
 def _is_named(choice: str, text: str) -> bool:
-  """Whether a choice that is mentioned stands there for itself: a number not as a part of another, 'x' not in 'x^2'."""
-  before = after = ''
-  if re.match(r'\W{0,2}\d', choice):
-    before, after = r'(?<![\d.,/*^+\-\u2212\u2013])(?<![-+*/^\u2212\u2013] )', _AFTER_NUMBER
+  """Whether a choice that is mentioned stands there for itself.
+
+  A number or a formula not as a part of another ('x' in 'x^2'), a word not behind a hyphen ('linear' in 'non-linear').
+  """
+  before, after = r'(?<!\w[-\u2010\u2011])', r'(?![-\u2010\u2011]\w)'
+  is_formula = bool(_FORMULA.search(choice))
+  if re.match(r'\W{0,2}\d', choice) or is_formula:
+    before += r'(?<![\d.,/*^+\-\u2212\u2013])(?<![-+*/^\u2212\u2013] )'
+    after += _AFTER_NUMBER
   elif len(choice) == 1:
     before, after = r'(?<![*/^+\-])', r'(?! ?[\^*/+\-])'
+  if is_formula or re.match(r'\d+/\d', choice):
+    before += r'(?<!\d )'  # of a product or a mixed number
+  if is_formula:
+    after += r'(?! ?[*/^+] ?[\w\\({])(?!-[\w\\({])(?! [-\u2212] (?:\d|\\|\w\b))'
   return bool(re.search(rf'(?<!\w){before}{re.escape(choice)}(?!\w){after}', text))
 
 

@@ -102,8 +102,37 @@ def test_a_choice_of_numbers_and_of_letters():
   assert read_choice('It is 1,200', ('200', '300')) is None and read_choice('So -$5', ('$5', '$6')) is None
   assert read_choice('It is x^2', ('x', 'y')) is None and read_choice('It is x.', ('x', 'y')) == 0
   assert read_choice('anything other than Rome', ('Rome', 'Paris')) is None
+  assert read_choice('It is 1 1/2', ('1/2', '1/4')) is None and read_choice('It is 1/2.', ('1/2', '1/4')) == 0
   assert read_choice('B', ('B', 'A')) == 1, 'a letter is a letter'
   assert read_choice('Same', ('same', 'Same ', 'x')) is None, 'two choices of one text'
+
+
+FORMULAS = ('x^2', '2x', r'\sqrt{2}', r'\pi')
+
+
+@pytest.mark.parametrize(
+  ('answer', 'index'),
+  [
+    ('It is x^2', 0), ('So x^2.', 0), ('It is x^2 - the square', 0), ('We get 2x', 1), (r'It is \sqrt{2}.', 2),
+    (r'Clearly \pi, a number', 3), (r'f = \pi', 3), ('It is -x^2', None), ('It is x^2+1', None),
+    ('It is x^2 + 1', None), ('It is x^2/2', None), ('It is x^2 - 1', None), ('It is 3 * 2x', None),
+    ('It is 2x - y', None), (r'It is -\sqrt{2}', None), (r'It is \sqrt{2}/2', None), (r'It is \pi/2', None),
+    (r'It is \pi^2', None), (r'It is 2 \pi', None), (r'It is 2\pi', None),
+  ],
+)  # fmt: skip
+def test_a_choice_is_no_part_of_another_formula(answer, index):
+  assert read_choice(answer, FORMULAS) == index
+
+
+@pytest.mark.parametrize(
+  ('answer', 'index'),
+  [
+    ('It is linear', 0), ('It is non-linear', None), ('A linear-like map', None), ('There is no change.', 1),
+    ('There is no big change', None), ('It is not that there is no change', None), ('It is not linear', None),
+  ],
+)  # fmt: skip
+def test_words_with_a_hyphen_and_choices_that_deny(answer, index):
+  assert read_choice(answer, ('linear', 'no change')) == index
 
 
 @untimed
