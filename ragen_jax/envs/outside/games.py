@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import pathlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -213,7 +214,12 @@ class GymnasiumGame:
       return {'text': '' if render is None else render(observation), 'images': [self._env.render()]}
     if render is not None:
       return render(observation)
-    return self._env.render() if self._games.ansi else str(observation)
+    if self._games.ansi:
+      return self._env.render()
+    import numpy as np
+
+    with np.printoptions(threshold=sys.maxsize):  # else the middle of more than 1,000 numbers is left out
+      return str(observation)
 
   def reset(self, seed: int, member: int) -> Any:
     import numpy as np

@@ -213,6 +213,8 @@ def stroke(outlines: Sequence[Outline], width: float, join: str, cap: str, limit
 
 def _stroke_one(outline: Outline, half: float, join: str, cap: str, limit: float) -> list[np.ndarray]:
   points = outline.points
+  if len(points) == 1 and not outline.closed:
+    return []  # a 'moveto' alone has no stroke, unlike a line without a length
   moved = np.any(points[1:] != points[:-1], axis=1)
   points = points[np.concatenate([[True], moved])]
   closed = outline.closed and len(points) > 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Sequence
+import codecs
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ragen_jax.agent.segments import ImageSegment
@@ -118,7 +118,9 @@ def _choice(context: AnswerContext, choice: Choice) -> dict[str, Any]:
   fields = {
     'index': choice.index,
     'text': (choice.prompt_text if spec.echo else '') + generated.text,
-    'logprobs': _logprobs(whole(generated), spec.top_logprobs, context.token_bytes, 0) if spec.logprobs else None,
+    'logprobs': (
+      _logprobs(whole(generated), spec.top_logprobs, context.token_bytes, _Offsets()) if spec.logprobs else None
+    ),
     'finish_reason': finish_reason(generated),
     'stop_reason': generated.stop_text or None,
   }
@@ -127,20 +129,35 @@ def _choice(context: AnswerContext, choice: Choice) -> dict[str, Any]:
   return fields
 
 
-def _logprobs(piece: Piece, top_logprobs: int, token_bytes: Callable[[int], bytes], offset: int) -> dict[str, Any]:
-  """Log-probabilities; `offset` is the number of characters before the piece."""
+class _Offsets:
+  """Where the tokens of a reply begin in its text; for a token within a character, where the character begins."""
+
+  def __init__(self):
+    self._next, self._decoder = 0, codecs.getincrementaldecoder('utf-8')('replace')
+
+  def of(self, tokens: Iterable[bytes]) -> list[int]:
+    """The offsets of the next tokens."""
+    found = []
+    for token in tokens:
+      found.append(self._next)
+      self._next += len(self._decoder.decode(token))
+    return found
+
+
+def _logprobs(
+  piece: Piece, top_logprobs: int, token_bytes: Callable[[int], bytes], offsets: _Offsets
+) -> dict[str, Any]:
+  """Log-probabilities; `offsets` has seen the tokens before the piece."""
 
   def text(id_: int) -> str:
     return token_bytes(id_).decode('utf-8', 'replace')
 
-  tokens = [text(i) for i in piece.ids]
-  offsets = list(itertools.accumulate(map(len, tokens), initial=offset))[:-1]
   top = [{text(i): finite(x) for i, x in alternatives[:top_logprobs]} for alternatives in piece.top]
   return {
-    'tokens': tokens,
+    'tokens': [text(i) for i in piece.ids],
     'token_logprobs': [finite(x) for x in piece.logprobs],
     'top_logprobs': top if top_logprobs else None,
-    'text_offset': offsets,
+    'text_offset': offsets.of(map(token_bytes, piece.ids)),
   }
 
 
@@ -151,7 +168,7 @@ class CompletionStream(ChunkStream):
 
   def __init__(self, context: AnswerContext):
     super().__init__(context)
-    self._offsets: Counter[int] = Counter()  # characters of the tokens so far
+    self._offsets: defaultdict[int, _Offsets] = defaultdict(_Offsets)
 
   def start(self, prompts: Sequence[tuple[int, ...]]) -> list[bytes]:
     """The first event of each reply, if the request asks for something of its prompt."""
@@ -175,10 +192,8 @@ class CompletionStream(ChunkStream):
   def _known(self, index: int, piece: Piece) -> dict[str, Any]:
     known: dict[str, Any] = {}
     if self._spec.logprobs and piece.ids:
-      offset = self._offsets[index]
-      known['logprobs'] = _logprobs(piece, self._spec.top_logprobs, self._context.token_bytes, offset)
-      last = known['logprobs']
-      self._offsets[index] = last['text_offset'][-1] + len(last['tokens'][-1])
+      offsets = self._offsets[index]
+      known['logprobs'] = _logprobs(piece, self._spec.top_logprobs, self._context.token_bytes, offsets)
     if self._spec.return_token_ids and piece.ids:
       known['token_ids'] = list(piece.ids)
     return known

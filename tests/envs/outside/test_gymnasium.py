@@ -29,6 +29,20 @@ class Switches(gymnasium.Env):
 gymnasium.register('Switches-v0', Switches, order_enforce=False)
 
 
+class Screen(gymnasium.Env):
+  """Shows more numbers than NumPy prints."""
+
+  action_space = gymnasium.spaces.Discrete(2)
+  observation_space = gymnasium.spaces.Box(0, 9999, (30, 40), np.int64)
+
+  def reset(self, *, seed=None, options=None):
+    super().reset(seed=seed)
+    return np.arange(1200).reshape(30, 40), {}
+
+
+gymnasium.register('Screen-v0', Screen)
+
+
 def taxi_text(observation):
   row, column, passenger, goal = observation // 100, observation // 20 % 5, observation // 4 % 5, observation % 4
   return f'row {row}, column {column}, passenger {passenger}, to {goal}'
@@ -50,6 +64,12 @@ def test_taxi_is_gymnasium_s_own():
       assert read_step(result) == TextStep(taxi_text(observation), reward, terminated or truncated, terminated)
     if any(result[2] for result in results):
       break
+
+
+def test_all_numbers_of_an_observation_are_shown():
+  env = registry.make('gymnasium', {'id': 'Screen-v0', 'action_names': ('A', 'B'), 'workers': 0})
+  (text,) = env.open(1).reset([0], [0], [0])
+  assert text.translate(str.maketrans('[]', '  ')).split() == [str(i) for i in range(1200)]
 
 
 # -- level and luck ----------------------------------------------------------------------------------------------------

@@ -52,6 +52,9 @@ STAR = 'points="50,5 20,95 95,35 5,35 80,95"'
     ('<rect x="20" y="20" width="40" height="40" fill="none" stroke="black" stroke-width="10" '
      'stroke-miterlimit="1.3"/>', 1600 - 4 * 12.5),
     ('<line x1="5" y1="5" x2="5" y2="5" stroke="black" stroke-width="6" stroke-linecap="round"/>', math.pi * 9),
+    *((f'<{shape} stroke="black" stroke-width="6" stroke-linecap="round"/>', dots * math.pi * 9) for shape, dots in
+      (('path d="M5 5"', 0), ('path d="M5 5M9 9"', 0), ('polyline points="5 5"', 0), ('path d="M5 5h0"', 1),
+       ('path d="M5 5z"', 1), ('path d="M5 5M50 50h0"', 1))),
     ('<path d="M10 10H60V80z"/>', 1750),
     ('<path d="m10 10 50 0 0 70z"/>', 1750),
     ('<path d="M10 10 60 10 60 80"/>', 1750),

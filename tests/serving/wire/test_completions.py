@@ -113,9 +113,17 @@ def test_an_answer_has_what_was_asked_for(tok):
       {'\ufffd': -0.5, tok.decode([65]): -1.5},
       {'<|im_end|>': -0.5, tok.decode([65]): -1.5},
     ],
-    'text_offset': [0, 1, 2, 3],
+    'text_offset': [0, 1, 1, 2],  # the second and third token are one character
   }
   assert json.loads(answer(FULL | {'logprobs': 0})[2])['choices'][0]['logprobs']['top_logprobs'] is None
+
+
+def test_offsets_are_places_in_the_text(tok):
+  (choice,) = json.loads(_answer(tok, [generated(tok, 'Hi 🙂 there 100 € ok')])(FULL)[2])['choices']
+  told, text = choice['logprobs'], choice['text']
+  whole = [(at, token) for at, token in zip(told['text_offset'], told['tokens'], strict=True) if '\ufffd' not in token]
+  assert all(text[at : at + len(token)] == token for at, token in whole[:-1])
+  assert whole[-1] == (len(text), '<|im_end|>')
 
 
 @pytest.mark.parametrize('seed', range(5))
