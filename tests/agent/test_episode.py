@@ -16,6 +16,8 @@ from ragen_jax.agent.episode import TRUNCATED, Episode, Status, Turn, status_aft
     ({'done': True, 'success': True}, Status.SUCCESS),
     ({'done': True}, Status.FAILURE),
     ({'actions_left': 0}, Status.OUT_OF_ACTIONS),
+    ({'actions_left': 1}, Status.RUNNING),
+    ({'success': True, 'actions_left': 1}, Status.RUNNING),
     ({'last_turn': True}, Status.OUT_OF_TURNS),
     ({'actions_left': 0, 'last_turn': True}, Status.OUT_OF_ACTIONS),
     # A game that is won and goes on is no failure of the limits.

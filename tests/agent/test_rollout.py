@@ -153,3 +153,12 @@ def test_a_process_gets_the_rollout_that_another_one_sent():
   assert back.episodes[0].score == rollout.episodes[0].score and back.episodes[1].status is Status.ENV_ERROR
   assert _shown(concatenate([back, rollout], renumber=False)) == [3, -1, 3, -1]
   np.testing.assert_array_equal(back.episodes[0].turns[1].picture, picture)
+
+
+def test_equal_rewards_of_replies_in_other_turns_are_equal_scores():
+  rollout = _rollout([6, 6, 6])
+  rewards = np.zeros_like(rollout.trajectory.reply_rewards)
+  rewards[0, :3], rewards[1, 2::-1] = [0.1, 0.2, 0.3], [0.1, 0.2, 0.3]
+  t = rollout.trajectory.replace(reply_rewards=rewards)
+  scores = dataclasses.replace(rollout, trajectory=t, episode_scores=np.zeros(3, np.float32)).trained_scores
+  assert scores[0] == scores[1] == np.float32(0.6) and scores[2] == 0

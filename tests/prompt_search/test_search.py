@@ -110,10 +110,11 @@ def test_a_prompt_of_the_longest_length_and_a_duplicate(tmp_path):
   assert rounds[1].rejected['duplicate'] == 1
 
 
-def test_one_lost_reply_costs_one_candidate(tmp_path):
+def test_one_lost_reply_costs_one_candidate(tmp_path, caplog):
   replies = iter([None, *['Bad.'] * 9])
   last, _, _ = _run(tmp_path, Programs(_stars), Script(_numbered(), lambda _: next(replies)), rounds=1)
   assert len(last.prompts) == 2 and last.rejected['critique_lost'] == 1 and last.best.number == 1
+  assert [text for text in caplog.messages if 'the critic did not answer the request for critique 0' in text]
 
 
 def test_attempts_that_fail_count_as_the_score_of_failures(tmp_path):

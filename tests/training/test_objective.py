@@ -25,6 +25,7 @@ from ragen_jax.training.objective import (
   loss_parts,
   policy_and_value_loss,
   token_means,
+  value_unit,
   with_loss_weights,
 )
 from ragen_jax.training.scoring import score_tokens
@@ -322,3 +323,14 @@ def test_steps_are_adamw_with_two_schedules(separate):
       np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=2e-6, err_msg=f'{name} after step {k}')
     assert metrics['critic/grad_norm'] == pytest.approx(plain.norm(of['critic']), rel=1e-4)
     assert alone or metrics['actor/grad_norm'] == pytest.approx(norms['actor'], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+  ('returns', 'values', 'unit'), [(3.0, 1.0, 9.0), (1.0, -4.0, 16.0), (0.01, 0.02, 0.01), (None, None, 1.0)]
+)
+def test_the_value_loss_is_divided_by_the_larger_mean_square_of_returns_and_values(returns, values, unit):
+  batch = _batch()
+  valued = batch.valued & (returns is not None)
+  far = np.where(valued, 0, 1e3).astype(np.float32)  # elsewhere
+  batch = batch.replace(valued=valued, returns=far + valued * (returns or 0), old_values=far + valued * (values or 0))
+  assert value_unit(batch) == pytest.approx(unit)

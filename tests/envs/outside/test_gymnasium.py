@@ -67,7 +67,7 @@ def test_taxi_is_gymnasium_s_own():
 
 
 def test_all_numbers_of_an_observation_are_shown():
-  env = registry.make('gymnasium', {'id': 'Screen-v0', 'action_names': ('A', 'B'), 'workers': 0})
+  env = registry.make('gymnasium', {'id': 'Screen-v0', 'task': 'Look.', 'action_names': ('A', 'B'), 'workers': 0})
   (text,) = env.open(1).reset([0], [0], [0])
   assert text.translate(str.maketrans('[]', '  ')).split() == [str(i) for i in range(1200)]
 
