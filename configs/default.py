@@ -318,10 +318,11 @@ def get_config(model: str = '') -> ConfigDict:
   # Advantage estimator: 'gae' (PPO), 'turn_wise_gae', 'bi_level_gae', 'grpo', 'dr_grpo', 'rloo', 'brpo', 'arpo',
   # 'reinforce_plus_plus', 'reinforce_plus_plus_baseline' or 'gigpo'; see ragen_jax/algorithms/advantages.py.
   config.algorithm.adv_estimator = 'gae'
-  # Train on sampled tokens only, or (False) on every token of the episode, prompts included.
+  # Train on sampled tokens only, or (False) on every token of the episode, prompts included; False needs
+  # mask_advantages=False.
   config.algorithm.mask_loss = True
-  # Estimate advantages over sampled tokens only, or (False) over every token. False here or in mask_loss needs
-  # old_logprobs='trainer'.
+  # Estimate advantages over sampled tokens only, or (False) over every token, which 'turn_wise_gae' cannot. False here
+  # or in mask_loss needs old_logprobs='trainer'.
   config.algorithm.mask_advantages = True
   # Discount per sampled token.
   config.algorithm.gamma = 1.0

@@ -208,7 +208,7 @@ def make_trainer(
   curriculum = None
   if config.curriculum.order:
     curriculum = Curriculum(curriculum_settings(config), player.specs, held_out)
-  return Trainer(trainer_settings(config, model, player.max_turns, limit), model, player, curriculum)
+  return Trainer(trainer_settings(config, model, limit), model, player, curriculum)
 
 
 def curriculum_settings(config: ConfigDict) -> CurriculumSettings:
@@ -223,10 +223,16 @@ def curriculum_settings(config: ConfigDict) -> CurriculumSettings:
   )
 
 
+def _most_sampled(config: ConfigDict) -> int:
+  """The maximum number of tokens that a training episode can sample."""
+  envs = [config.envs[tag] for tag in config.train.tags]
+  return max(env.max_turns * (env.max_response_tokens or config.agent.max_response_tokens) for env in envs)
+
+
 def trainer_settings(
-  config: ConfigDict, model: LanguageModel, max_turns: int, limit: Callable[[], float] = memory.usable
+  config: ConfigDict, model: LanguageModel, limit: Callable[[], float] = memory.usable
 ) -> TrainerSettings:
-  """The settings of `make_trainer`; `max_turns` is the maximum number of replies of an episode."""
+  """The settings of `make_trainer`."""
   a = config.algorithm
   estimator = ESTIMATORS[a.adv_estimator]
   roles = {'needs_critic': estimator.needs_critic, 'records_values': model.sampler.values}
@@ -258,9 +264,7 @@ def trainer_settings(
       config.optimizer,
       ppo_epochs=a.ppo_epochs,
       fixed_steps=config.filter.fixed_steps,
-      weights=fill(
-        WeightSettings, a, loss_norm_length=a.loss_norm_length or max_turns * config.agent.max_response_tokens
-      ),
+      weights=fill(WeightSettings, a, loss_norm_length=a.loss_norm_length or _most_sampled(config)),
     ),
     optimizer=fill(
       OptimizerSettings,
@@ -269,7 +273,9 @@ def trainer_settings(
       critic_steps=config.optimizer.critic_warmup * steps_per_iteration(config),
       separate_critic=config.model.separate_critic,
     ),
-    records=fill(RecordSettings, config.logging, prompts_trained=not a.mask_loss, **roles),
+    records=fill(
+      RecordSettings, config.logging, prompts_trained=not a.mask_loss, online_k=config.train.online_k, **roles
+    ),
   )
 
 

@@ -94,6 +94,14 @@ def _check_old_logprobs_and_replay(config: ConfigDict) -> None:
     rules.check(
       config, f'algorithm.{field}', not needs or a.old_logprobs == 'trainer', "needs algorithm.old_logprobs='trainer'"
     )
+  rules.check(
+    config, 'algorithm.mask_loss', a.mask_loss or not a.mask_advantages,
+    'needs algorithm.mask_advantages=False, since prompts have no advantages otherwise',
+  )  # fmt: skip
+  rules.check(
+    config, 'algorithm.mask_advantages', a.mask_advantages or a.adv_estimator != 'turn_wise_gae',
+    "algorithm.adv_estimator='turn_wise_gae' gives advantages to sampled tokens only",
+  )  # fmt: skip
   rules.at_least(config, 0, 'replay.groups')
   rules.at_least(config, 1, 'replay.max_age')
   k, replays = config.train.online_k, config.replay.groups > 0
@@ -101,7 +109,7 @@ def _check_old_logprobs_and_replay(config: ConfigDict) -> None:
     config, 'replay.max_age', not replays or config.replay.max_age >= k, f'must be at least train.online_k = {k}'
   )
   rules.check(config, 'replay.groups', not replays or a.tis_cap > 0, 'needs algorithm.tis_cap above 0')
-  for field in ('num_iterations', 'checkpoint.every'):
+  for field in ('num_iterations', 'checkpoint.every', 'optimizer.critic_warmup'):
     rules.check(config, field, rules.get(config, field) % k == 0, f'must be a multiple of train.online_k = {k}')
 
 
@@ -160,6 +168,10 @@ def _check_filter(config: ConfigDict) -> None:
   rules.check(
     config, 'filter.value', f.strategy != 'top_k' or int(f.value * config.train.groups + 1e-9) > 0,
     f'keeps no group of train.groups={config.train.groups}',
+  )  # fmt: skip
+  rules.check(
+    config, 'filter.soft', not f.soft or config.train.group_size > 1,
+    'weighs groups by the deviation of their rewards, so train.group_size must be at least 2',
   )  # fmt: skip
   drops = f.strategy != 'top_p' or f.value < 1 or not f.include_zero
   compares = f.metric in ('reward_std', 'entropy_variance')

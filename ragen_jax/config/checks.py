@@ -226,6 +226,10 @@ def _check_ranges(config: ConfigDict) -> None:
     and (not span or span[0] > 0),
     'must be two numbers of iterations, the first at least 1 and the last not before it, or () for none',
   )  # fmt: skip
+  rules.check(
+    config, 'profile', not span or span[0] <= config.num_iterations,
+    f'begins after the last iteration, num_iterations = {config.num_iterations}',
+  )  # fmt: skip
   rules.one_of(config, 'logging.tracker', TRACKERS)
   tracker = config.logging.tracker
   rules.check(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 from ml_collections import ConfigDict
 
@@ -97,12 +100,16 @@ def _check_skipped(config: ConfigDict) -> None:
       raise UserError(f'{field}={names!r}: {name} cannot be used: {e}') from e
 
 
+def _are_positive(numbers: Iterable[Any]) -> bool:
+  return all(type(x) is int and x > 0 for x in numbers)
+
+
 def _check_weights(config: ConfigDict) -> None:
   """Checks which weights are trained and how they are written."""
   sft, rank = config.sft, config.lora.rank
   rules.check(config, 'lora.rank', not (sft.from_scratch and rank), 'fresh weights must all be trained')
   rules.check(config, 'export.lora', rank > 0 or config.export.lora == 'merged', "'adapter' needs lora.rank above 0")
-  rules.check(config, 'sft.shape', len(sft.shape) == 6 and min(sft.shape) > 0, 'must be six positive numbers')
+  rules.check(config, 'sft.shape', len(sft.shape) == 6 and _are_positive(sft.shape), 'must be six positive numbers')
   if sft.from_scratch:
     (*_, heads, shared, width, _) = sft.shape
     rules.check(
@@ -148,7 +155,7 @@ def _check_demonstrations(config: ConfigDict) -> None:
   sft = config.sft
   if sft.data and not sft.from_scratch:
     return
-  same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and min(sft.levels, default=0) > 0
+  same = len(sft.tags) == len(sft.levels) and len(sft.tags) > 0 and _are_positive(sft.levels)
   rules.check(config, 'sft.levels', same, f'must be one positive number for each of sft.tags={tuple(sft.tags)}')
   specs = build.env_specs(config, tuple(sft.tags), tuple(sft.levels), field='sft.tags')
   if sft.data:

@@ -103,13 +103,24 @@ class MetricWriter:
     if 'step' in values:
       raise ValueError("a metric cannot be named 'step'")
     row = {name: _scalar(name, value) for name, value in values.items()}
-    if step != self._step:
+    if step != self._step and not (step < self._step and not self._row and self._continue_line(step)):
       self._write_line()
       self._track()
       self._offset, self._step, self._row, self._written = self._file.tell(), step, {}, ''
     self._row.update(row)
     self._changed = True
     self._add(step, Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in row.items()]))
+
+  def _continue_line(self, step: int) -> bool:
+    """Goes on with the last line of the file if it is of this step, whose evaluation was stopped."""
+    lines = self._path.read_bytes().splitlines(keepends=True)
+    row = json.loads(lines[-1]) if lines else {}
+    if row.pop('step', None) != step:
+      return False
+    self._step, self._written = step, lines[-1].decode()
+    self._offset -= len(lines[-1])
+    self._row = {name: _NOT_FINITE[x] if isinstance(x, str) else x for name, x in row.items()}
+    return True
 
   def text(self, step: int, texts: Mapping[str, str]) -> None:
     """Writes Markdown texts by name to TensorBoard's text page."""

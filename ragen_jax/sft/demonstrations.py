@@ -144,7 +144,8 @@ class Demonstrator:
     turns_left = np.where(rng.random(count) < style.hurry, 1, np.maximum(np.full((count,), remaining, np.int32), 1))
     plans = expert.plan(states, turns_left, left)
     naive_plans = beginner.plan(states, turns_left, left)
-    kind = rng.choice(3, size=count, p=[style.noise, style.beginner, 1 - style.noise - style.beginner])
+    others = max(1 - style.noise - style.beginner, 0)  # 1 - 0.9 - 0.1 is below 0
+    kind = rng.choice(3, size=count, p=[style.noise, style.beginner, others])
     timid = rng.random(count) < style.timid
     legal = env.legal_actions(states)
     chosen = {}

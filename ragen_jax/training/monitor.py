@@ -79,7 +79,7 @@ class Monitor:
     empty = empty or not math.isfinite(std)  # all environments failed
     self._early_stop, more, reason = self._early_stop.after_step(self._settings.early_stop, reward_std=std, empty=empty)
     own |= more
-    warning = False
+    fresh = False
     if not empty and 'actor/entropy' in metrics:  # without it, only the critic was trained
       self._echo_trap, more, warning = self._echo_trap.after_step(
         self._settings.echo_trap_rules,
@@ -90,9 +90,9 @@ class Monitor:
         format=metrics.get('train/format_correct', math.nan),
       )
       own |= more
+      fresh, self._warned = warning and not self._warned, warning
     if reason:
       return own, Verdict('stop', reason)
-    fresh, self._warned = warning and not self._warned, warning
     if not fresh:
       return own, Verdict()
     signals = ', '.join(n.removeprefix('echo_trap/') for n in SIGNALS if own[n])

@@ -20,12 +20,14 @@ from ragen_jax.viewer.records import Played, episode_records, first_rows, on_tim
 class RecordSettings:
   """The episodes that are kept, and their recorded numbers. Fields of `config.logging` and `EstimateSettings`.
 
-  `prompts_trained`: whether the loss covers all tokens, instead of sampled tokens only.
+  `prompts_trained`: whether the loss covers all tokens, instead of sampled tokens only. `online_k`: iterations that use
+  one rollout.
   """
 
   episodes: int
   episodes_every: int
   prompts_trained: bool
+  online_k: int
   records_values: bool
   needs_critic: bool
 
@@ -39,9 +41,12 @@ class Recorder:
     self._tokenizer = tokenizer
 
   def rows(self, iteration: int) -> list[int]:
-    """The rows of an iteration's first rollout whose episodes are kept; [] if the iteration keeps none."""
-    every = self._settings.episodes_every
-    if not every or (iteration > 0 and (iteration + 1) % every):
+    """The rows of an iteration's first rollout whose episodes are kept; [] if the iteration keeps none.
+
+    A rollout that several iterations use, of which `iteration` is the first, is kept if one of them is.
+    """
+    every, end = self._settings.episodes_every, iteration + self._settings.online_k
+    if not every or (iteration > 0 and end // every == iteration // every):
       return []
     player = self._player
     return first_rows(player.specs, player.group_size, self._settings.episodes, one_a_level=False)

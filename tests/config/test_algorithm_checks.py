@@ -85,6 +85,26 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
       r'^replay\.max_age=1: must be at least train\.online_k = 3$',
     ),
     ({'train.online_k': 2}, r'^num_iterations=3: must be a multiple of train\.online_k = 2$'),
+    (
+      {'train.online_k': 3, 'checkpoint.every': 3, 'optimizer.critic_warmup': 1},
+      r'^optimizer\.critic_warmup=1: must be a multiple of train\.online_k = 3$',
+    ),
+    (
+      {'algorithm.old_logprobs': 'trainer', 'algorithm.mask_loss': False},
+      r'^algorithm\.mask_loss=False: needs algorithm\.mask_advantages=False',
+    ),
+    (
+      {
+        'algorithm.old_logprobs': 'trainer',
+        'algorithm.mask_advantages': False,
+        'algorithm.adv_estimator': 'turn_wise_gae',
+      },
+      r"^algorithm\.mask_advantages=False: algorithm\.adv_estimator='turn_wise_gae' gives",
+    ),
+    (
+      {'filter.soft': True, 'train.group_size': 1, 'train.groups': 16},
+      r'^filter\.soft=True: .*train\.group_size must be at least 2$',
+    ),
     ({'train.online_k': 3}, r'^checkpoint\.every=1: must be a multiple of train\.online_k = 3$'),
     # Rewards, and what a ratio spans.
     ({'reward.method': 'mean'}, r"^reward\.method='mean': with reward\.credit='turn' it may be 'identity' only$"),

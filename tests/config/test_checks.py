@@ -51,6 +51,7 @@ def test_every_choice_of_what_is_computed_again_is_allowed(remat):
     ('envs.FrozenLake.max_actions', True, r'envs\.FrozenLake\.max_actions=True: must be a whole number of at least 1'),
     ('envs.FrozenLake.type', None, r'envs\.FrozenLake\.type=None: must name an environment, such as frozen_lake'),
     ('agent.format_penalty', 0.1, r'agent\.format_penalty=0\.1'),
+    ('profile', (100, 101), r'profile=\(100, 101\): begins after the last iteration, num_iterations = '),
     ('logging.trajectories', 17, r'logging\.trajectories=17: must be at most logging\.episodes = 16'),
     ('model.preset', 'gpt', r"model\.preset='gpt'.*tiny"),
     ('model.path', '/does/not/exist', r"model\.path='/does/not/exist' does not exist"),

@@ -31,6 +31,7 @@ _FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision'
     ),
     ({'export.lora': 'adapter'}, r"^export\.lora='adapter': 'adapter' needs lora\.rank above 0$"),
     ({'sft.shape': (64, 2, 4, 2, 16)}, r'^sft\.shape=\(64, 2, 4, 2, 16\): must be six positive numbers$'),
+    ({'sft.shape': ('a', 2, 4, 2, 16, 192)}, r"^sft\.shape=\('a', .*: must be six positive numbers$"),
     ({'sft.shape': (64, 2, 4, 0, 16, 192)}, r'^sft\.shape=\(64, 2, 4, 0, 16, 192\): must be six positive numbers$'),
     (
       {'sft.from_scratch': True, 'sft.shape': (64, 2, 4, 3, 16, 192)},
@@ -115,6 +116,7 @@ _FRESH = {'sft.from_scratch': True, 'sft.tower': (64, 2, 4, 128), 'model.vision'
     # The levels.
     ({'sft.levels': (64, 64)}, r"^sft\.levels=\(64, 64\): must be one positive number for each of sft\.tags=\('Froz"),
     ({'sft.levels': (0,)}, r'^sft\.levels=\(0,\): must be one positive number for each'),
+    ({'sft.levels': ('a',)}, r"^sft\.levels=\('a',\): must be one positive number for each"),
     ({'sft.levels': (), 'sft.tags': ()}, r'^sft\.levels=\(\): must be one positive number for each of sft\.tags=\(\)$'),
     ({'sft.tags': ('Nowhere',)}, r"^sft\.tags: 'Nowhere' is not defined in envs; allowed: .*FrozenLake"),
     ({'sft.tags': ('FrozenLak',)}, r"^sft\.tags: 'FrozenLak' is .* in envs; did you mean 'FrozenLake'\? allowed: "),

@@ -145,6 +145,20 @@ def test_resumed_equals_uninterrupted(tmp_path, start):
   assert [row['step'] for row in read_metrics(tmp_path / 'resumed')] == list(range(9))
 
 
+def test_an_evaluation_that_was_stopped_goes_on_in_the_line_of_its_iteration(tmp_path):
+  with MetricWriter(tmp_path) as writer:
+    for step in (1, 2):
+      writer.scalars(step, {'actor/entropy': step / 3, 'actor/kl': float('nan')})
+  with MetricWriter(tmp_path, start_step=3) as writer:
+    writer.scalars(2, {'val-env/FrozenLake/success': 0.5})
+    writer.flush()
+    writer.scalars(3, {'actor/entropy': 1.0})
+  lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+  assert [line['step'] for line in lines] == [1, 2, 3]
+  assert lines[1] == {'step': 2, 'actor/entropy': 2 / 3, 'actor/kl': 'NaN', 'val-env/FrozenLake/success': 0.5}
+  assert lines[0]['actor/entropy'] == 1 / 3 and lines[2] == {'step': 3, 'actor/entropy': 1.0}
+
+
 KILLED = """
 import os, signal, sys
 from ragen_jax.runs.metrics import MetricWriter

@@ -47,6 +47,12 @@ def test_an_expert_without_noise_reaches_the_optimum_and_noise_costs():
   assert np.mean([e.success for e in noisy]) < success.mean() - 0.2
 
 
+def test_all_turns_may_be_those_of_a_beginner_or_random():
+  style = _style(noise=0.9, beginner=0.1)  # 1 - 0.9 - 0.1 is below 0
+  _, episodes, _, _, _ = _demonstrations(style, ('FrozenLake',), groups=4)
+  assert all(e.turns for e in episodes)
+
+
 @pytest.mark.slow
 def test_the_loss_mask_of_demonstrations_is_on_replies_and_their_stop_tokens():
   trajectory, episodes, _, tokenizer, context = _demonstrations(_style())

@@ -34,7 +34,18 @@ def test_a_negative_lambda_is_another_one_and_0_is_a_lambda(policy):
   for lam, expected in ((-1.0, None), (0.0, 0.0), (0.5, 0.5)):
     for name in ('high_level_lam', 'critic_lam'):
       config = small_config({f'algorithm.{name}': lam})
-      assert getattr(build.trainer_settings(config, policy, 5).estimate.advantages, name) == expected
+      assert getattr(build.trainer_settings(config, policy).estimate.advantages, name) == expected
+
+
+def test_the_longest_sample_of_an_episode_is_that_of_its_environment(policy):
+  tags = {
+    'train__tags': ('FrozenLake', 'Bandit'), 'agent__max_response_tokens': 32, 'envs__FrozenLake__max_turns': 5,
+  }  # fmt: skip
+  for own, most in ((0, 5 * 32), (8, 5 * 8), (4, 32)):  # the Bandit has one turn
+    config = small_config(**tags, envs__FrozenLake__max_response_tokens=own)
+    assert build.trainer_settings(config, policy).update.weights.loss_norm_length == most
+  config = small_config(**tags, algorithm__loss_norm_length=7)
+  assert build.trainer_settings(config, policy).update.weights.loss_norm_length == 7
 
 
 @pytest.mark.parametrize('fields', [{}, {'algorithm__mask_loss': False, 'algorithm__old_logprobs': 'trainer'}])

@@ -41,6 +41,14 @@ def test_a_collapse_is_answered_as_the_config_says_and_once(action):
   assert monitor.after_iteration(_metrics(std=0.0, repeats=0.95), empty=False)[1].action == 'go_on'  # said already
 
 
+def test_an_iteration_without_an_update_does_not_repeat_the_warning():
+  monitor = build.make_monitor(small_config(monitor__echo_trap='warn'))
+  assert _collapse(monitor)[1].action == 'warn'
+  for _ in range(3):
+    assert monitor.after_iteration(_metrics(std=0.0, repeats=0.95), empty=True)[1].action == 'go_on'
+    assert monitor.after_iteration(_metrics(std=0.0, repeats=0.95), empty=False)[1].action == 'go_on'
+
+
 def test_a_healthy_run_is_left_alone():
   monitor = build.make_monitor(small_config())
   rng = np.random.default_rng(0)

@@ -83,6 +83,10 @@ def test_only_what_is_kept_is_drawn_and_most_iterations_keep_nothing(iteration):
   every = settings.episodes_every
   kept = [i for i in range(12) if trainer.recorder.records(rollout, selection, batch, i)[1]]
   assert kept == [0, every - 1, 2 * every - 1]
+  # A rollout of several iterations, of which the last of the second rollout is a multiple.
+  twice = dataclasses.replace(settings, online_k=4, episodes_every=8)
+  recorder = Recorder(twice, trainer.player, trainer.model.tokenizer)
+  assert [i for i in range(0, 20, 4) if recorder.rows(i)] == [0, 4, 12]
   off = Recorder(dataclasses.replace(settings, episodes_every=0), trainer.player, trainer.model.tokenizer)
   assert not off.records(rollout, selection, batch, 0)[1]
 

@@ -64,7 +64,7 @@ def policy():
 def trained(policy):
   """The settings of a run that drops groups without differences."""
   config = small_config(algorithm__adv_estimator='grpo', filter__include_zero=False)
-  return build.trainer_settings(config, policy, ACTIONS)
+  return build.trainer_settings(config, policy)
 
 
 def _make_proxy(policy, spec, context):
