@@ -61,6 +61,10 @@ def check_algorithm(config: ConfigDict) -> None:
   signals = config.monitor.min_signals
   rules.check(config, 'monitor.min_signals', signals <= len(SIGNALS), f'there are only {len(SIGNALS)} signals')
   rules.positive_fraction(config, 'monitor.rollback_lr')
+  rules.check(
+    config, 'monitor.echo_trap', config.monitor.echo_trap != 'rollback' or config.checkpoint.every > 0,
+    'needs checkpoint.every above 0, since it goes back to a checkpoint',
+  )  # fmt: skip
   factor = config.monitor.spike_factor
   rules.check(config, 'monitor.spike_factor', factor == 0 or factor > 1, 'must be 0 (off) or above 1')
   rules.check(

@@ -74,6 +74,10 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
       ({'monitor.spike_factor': x}, rf'^monitor\.spike_factor={x}: must be 0 \(off\) or above 1$')
       for x in (-1.0, 0.5, 1.0)
     ),
+    (
+      {'monitor.echo_trap': 'rollback', 'checkpoint.every': 0},
+      r"^monitor\.echo_trap='rollback': needs checkpoint\.every above 0",
+    ),
     ({'monitor.rollback_lr': 0.0}, r'^monitor\.rollback_lr=0\.0: must be above 0 and at most 1$'),
     # Importance weights, replay and reused rollouts.
     ({'algorithm.tis_cap': 2.0}, rf'^algorithm\.tis_cap=2\.0{_NEEDS_TRAINER}'),
