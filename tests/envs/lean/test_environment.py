@@ -167,6 +167,7 @@ def test_a_busy_server_is_asked_again_and_then_a_fault(make, server):
     ({'error': 'Lean REPL header command timed out in 30 seconds'}, 'Lean failed: Lean REPL header command timed out'),
     ({'response': {'message': 'Unknown environment.'}}, 'Lean failed: Unknown environment.'),
     ({'error': {'code': 137}}, "Lean failed: {'code': 137}"),
+    ({'error': ['a' * 2000]}, "Lean failed: ['aaa"),
   ],
 )
 def test_a_process_that_fails_is_tried_again_and_then_a_fault(make, server, result, told):
@@ -176,7 +177,7 @@ def test_a_process_that_fails_is_tried_again_and_then_a_fault(make, server, resu
   assert step.success and not other.done and [len(body['snippets']) for body in server.requests] == [1, 2, 1]
   server.result = lambda snippet, number: result if 'show' in snippet['code'] else None
   fault, other = session.step([0, 1], ['show A', 'skip'])
-  assert isinstance(fault, Fault) and told in str(fault) and read_step(other).reward == -0.25
+  assert isinstance(fault, Fault) and told in str(fault) and len(str(fault)) < 500 and read_step(other).reward == -0.25
   count = len(server.requests)
   session, _ = begin(make(retries=0), 'two')
   assert isinstance(session.step([0], ['show A'])[0], Fault) and len(server.requests) == count + 2
