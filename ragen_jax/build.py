@@ -226,7 +226,7 @@ def curriculum_settings(config: ConfigDict) -> CurriculumSettings:
 def _most_sampled(config: ConfigDict) -> int:
   """The maximum number of tokens that a training episode can sample."""
   envs = [config.envs[tag] for tag in config.train.tags]
-  return max(env.max_turns * (env.max_response_tokens or config.agent.max_response_tokens) for env in envs)
+  return max(env.max_turns * (env.get('max_response_tokens') or config.agent.max_response_tokens) for env in envs)
 
 
 def trainer_settings(

@@ -77,6 +77,7 @@ class MetricWriter:
     self._path = workdir / 'metrics.jsonl'
     self._step = start_step
     self._row: dict[str, float] = {}
+    self._untracked: dict[str, float] = {}  # of the row, those that the tracker does not have
     self._changed = False
     self._written = ''  # the text of the current step's line in the file
     with self._disk_errors():
@@ -107,7 +108,9 @@ class MetricWriter:
       self._write_line()
       self._track()
       self._offset, self._step, self._row, self._written = self._file.tell(), step, {}, ''
+      self._untracked = {}
     self._row.update(row)
+    self._untracked.update(row)
     self._changed = True
     self._add(step, Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in row.items()]))
 
@@ -207,8 +210,8 @@ class MetricWriter:
       self._events.write_event(Event(wall_time=time.time(), step=step, summary=value))
 
   def _track(self) -> None:
-    if self._tracker is not None and self._row:
-      self._tracker.scalars(self._step, self._row)
+    if self._tracker is not None and self._untracked:
+      self._tracker.scalars(self._step, self._untracked)
 
   def _write_line(self) -> None:
     """Writes the line of the current step, replacing the line of an earlier flush."""

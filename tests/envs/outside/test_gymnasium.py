@@ -29,7 +29,7 @@ class Switches(gymnasium.Env):
 gymnasium.register('Switches-v0', Switches, order_enforce=False)
 
 
-class Screen(gymnasium.Env):
+class Numbers(gymnasium.Env):
   """Shows more numbers than NumPy prints."""
 
   action_space = gymnasium.spaces.Discrete(2)
@@ -40,7 +40,7 @@ class Screen(gymnasium.Env):
     return np.arange(1200).reshape(30, 40), {}
 
 
-gymnasium.register('Screen-v0', Screen)
+gymnasium.register('Numbers-v0', Numbers)
 
 
 def taxi_text(observation):
@@ -67,7 +67,7 @@ def test_taxi_is_gymnasium_s_own():
 
 
 def test_all_numbers_of_an_observation_are_shown():
-  env = registry.make('gymnasium', {'id': 'Screen-v0', 'task': 'Look.', 'action_names': ('A', 'B'), 'workers': 0})
+  env = registry.make('gymnasium', {'id': 'Numbers-v0', 'task': 'Look.', 'action_names': ('A', 'B'), 'workers': 0})
   (text,) = env.open(1).reset([0], [0], [0])
   assert text.translate(str.maketrans('[]', '  ')).split() == [str(i) for i in range(1200)]
 
