@@ -87,7 +87,8 @@ class ChatTokenizer:
     specials: texts of special tokens and of the chat format's marks, which plain text must not contain.
     marks: those of `specials` that are texts without a token of their own.
     added: id of each added token, by its text; special tokens are a part of them.
-    banned: ids that are never sampled, ascending: the tokens of images if the model reads images.
+    banned: ids that are never sampled, ascending: those without a token, and the tokens of images if the model reads
+      images.
   """
 
   def __init__(self, directory: str | Path, *, images: bool = False):
@@ -111,7 +112,7 @@ class ChatTokenizer:
     if images and None in self._image_ids:
       raise UserError(f'model.path={directory}: the tokenizer lacks {" or ".join(_IMAGE_TOKENS)}')
     self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
-    self.size = self._backend.get_vocab_size(with_added_tokens=True)
+    self.size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
     others = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     others += [i for i in _ends_of_generation(Path(directory)) if 0 <= i < self.size]
     self.stop_ids = tuple(dict.fromkeys([end, *others]))
@@ -130,7 +131,12 @@ class ChatTokenizer:
     tags = (CALL, END_CALL, *re.findall(r'<[^<>|]+>', self.tools.results.before + self.tools.results.after))
     self._spelled_with_tools = _any_of((*self.specials, *tags))
     self.call_tags = {self.added[tag]: tag for tag in (CALL, END_CALL) if tag in self.added}
-    self.banned = tuple(sorted(self.added[t] for t in _VISION_TOKENS if t in self.added)) if images else ()
+    banned = [self.added[t] for t in _VISION_TOKENS if t in self.added] if images else []
+    if (
+      self._backend.get_vocab_size(with_added_tokens=True) < self.size
+    ):  # ids without a token lie between those with one
+      banned += [i for i in range(self.size) if self._backend.id_to_token(i) is None]
+    self.banned = tuple(sorted(banned))
     self._cached = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)
     self._check_pieces()
 

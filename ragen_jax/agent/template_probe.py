@@ -181,9 +181,10 @@ def _verify(probe: _Probe, form: ChatFormat) -> None:
   talk = [
     (USER, 'one\n\n two {{ x }}'), (ASSISTANT, 'A  b.'), (USER, ' \n'), (ASSISTANT, '<a>\nb</a> '),
     (USER, f'{THOUGHT}hm{END_THOUGHT} é'), (ASSISTANT, f'{THOUGHT}hm{END_THOUGHT}\n\nC\n'), (USER, 'three\n'),
+    (ASSISTANT, '\nD\n\n'), (USER, '\n\nfour'),
   ]  # fmt: skip
-  for system in ([], [(SYSTEM, 'Be brief.\n')]):
-    for count in (1, 3, 5, 7):
+  for system in ([], [(SYSTEM, '\nBe brief.\n')]):
+    for count in (1, 3, 5, 7, 9):
       messages = [*system, *talk[:count]]
       for opens in (True, False):
         theirs, ours = probe.render(messages, opens=opens), write(form, messages, opens=opens)

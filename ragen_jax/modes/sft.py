@@ -297,6 +297,8 @@ def _restore(
   """
   checkpointer.set_damaged_aside()
   done, told = checkpointer.latest_step() or 0, None
+  if done and 'data' not in checkpointer.meta(done):
+    raise UserError(f'--workdir={workdir}: its checkpoints belong to a training run; choose another --workdir')
   if done:
     arrays, meta = checkpointer.restore(trainer.state.saved())
     if meta['data'] != source['data']:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ragen_jax.plots import matrix
-from ragen_jax.runs.config_fields import flatten, has_effect, in_this_version
+from ragen_jax.runs.config_fields import fields_of, flatten, has_effect, in_this_version
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.runs.stores import is_address
 from ragen_jax.utils.errors import UserError
@@ -34,6 +34,7 @@ class Run:
     marks: (step, kind) of events, see `find_marks`.
     best: the best possible held-out success, mean over tags; None if unknown.
     evaluations: file name -> evaluation of `--mode=eval`.
+    warm_start: whether it is a run of `--mode=sft`.
   """
 
   workdir: str | os.PathLike[str]
@@ -42,6 +43,7 @@ class Run:
   marks: list[tuple[int, str]]
   best: float | None
   evaluations: dict[str, dict[str, Any]]
+  warm_start: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,8 @@ def read_run(workdir: str | os.PathLike[str], metrics: Sequence[str]) -> Run:
     if points:
       steps, values = zip(*points, strict=True)
       series[metric] = np.asarray(steps, np.int64), np.asarray(values, np.float64)
-  return Run(workdir, config, series, find_marks(rows, config), _best_possible(rows), evaluations)
+  warm_start = any(name.startswith('sft/') for row in rows for name in row)
+  return Run(workdir, config, series, find_marks(rows, config), _best_possible(rows), evaluations, warm_start)
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:
@@ -195,12 +198,19 @@ def _learning_fields(run: Run, known: Collection[str]) -> dict[str, Any]:
   Those of `known` that the run's version did not have yet have the values that it acted by; a run without config has
   none.
   """
+  if not run.config:
+    return {}
   used = {*run.config.get('train.tags', ()), *run.config.get('eval.tags', ())}
-  return {
+  own, others = (fields_of('warm_start'), fields_of('training')) if run.warm_start else (frozenset(), frozenset())
+  used |= {*run.config.get('sft.tags', ())} if run.warm_start else set()
+  fields = {
     name: value
-    for name, value in (in_this_version(run.config, known) if run.config else {}).items()
-    if has_effect(name) and not (name.startswith('envs.') and name.split('.')[1] not in used)
+    for name, value in in_this_version(run.config, known).items()
+    if (has_effect(name) or name in own)
+    and name not in others
+    and not (name.startswith('envs.') and name.split('.')[1] not in used)
   }
+  return {'mode': 'sft' if run.warm_start else 'train'} | fields
 
 
 def name_differences(configs: Sequence[dict[str, Any]]) -> list[str]:

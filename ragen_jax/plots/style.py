@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import DiskError
 
 STYLE = {
   'font.size': 8,
@@ -40,7 +40,7 @@ def figure_style() -> Iterator[None]:
 
 
 def save_figure(figure: Any, path: pathlib.Path) -> list[str]:
-  """Writes a figure as PATH.png and PATH.svg; returns both paths. UserError if the disk is full or not writable."""
+  """Writes a figure as PATH.png and PATH.svg; returns both paths. DiskError if the disk is full or not writable."""
   paths = [f'{path}.png', f'{path}.svg']
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,5 +48,5 @@ def save_figure(figure: Any, path: pathlib.Path) -> list[str]:
     figure.set_layout_engine('none')  # the layout is already computed, and computing it takes longer than drawing
     figure.savefig(paths[1], bbox_inches='tight', metadata={'Date': None})
   except OSError as e:
-    raise UserError(f'{path}.png and .svg were not written: {e.strerror or e}; --output names another place') from e
+    raise DiskError(f'{path}.png and .svg were not written: {e.strerror or e}; --output names another place') from e
   return paths

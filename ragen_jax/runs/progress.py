@@ -47,6 +47,10 @@ class Progress:
     self._parts: list[str] = []
     self._shown = True
 
+  def restart(self) -> None:
+    """Restarts the clock: what was done until now is no iteration."""
+    self._last_update = self._clock()
+
   def update(self, done: int, values: Mapping[str, float] | None = None, tokens: int = 0) -> None:
     """Shows that `done` iterations are finished, including `start`, and the values in their order.
 

@@ -185,6 +185,7 @@ class Run:
       with self.timer('testing'):
         evaluation = evaluator(state.params, state.iteration)
       state = self.finish_evaluation(state, evaluation)
+    self._log.progress.restart()
     return state
 
   def goes_on(self, state: TrainState) -> bool:

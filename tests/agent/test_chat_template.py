@@ -347,6 +347,8 @@ _OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endi
     (_LOOP.replace('CONTENT', 'm.content|upper') + _OPENING, 'drops, repeats or moves'),
     (_LOOP.replace('CONTENT', 'm.content + m.content') + _OPENING, 'drops, repeats or moves'),
     (_LOOP.replace('CONTENT', 'm.content.rstrip()') + _OPENING, "white space in the system's messages"),
+    (_LOOP.replace('CONTENT', "m.content.lstrip('\n')") + _OPENING, 'shorter conversation'),
+    (_LOOP.replace('CONTENT', "m.content.rstrip('\n')") + _OPENING, 'white space in'),
     (_LOOP.replace('CONTENT', "m.content|replace('  ', ' ')") + _OPENING, 'stands in a shorter conversation'),
     (_LOOP.replace('CONTENT', 'loop.index|string + m.content') + _OPENING, 'should'),
     (_LOOP.replace('CONTENT', "(m.content if loop.last else m.content|replace('A', 'B'))") + _OPENING, 'moves'),
@@ -368,6 +370,21 @@ def test_a_template_that_moves_or_rewrites_messages_is_refused_in_one_line(tmp_p
   message = str(error.value)
   assert message.startswith(f'model.path={tmp_path}: its chat template cannot be continued token by token: ')
   assert words in message and '\n' not in message and len(message) < 500
+
+
+def test_ids_without_a_token_are_never_sampled(tmp_path):
+  directory = pathlib.Path(write_tokenizer(tmp_path, KINDS['llama3']))
+  before = ChatTokenizer(directory)
+  file = directory / 'tokenizer.json'
+  raw = json.loads(file.read_text())
+  for token in raw['added_tokens']:  # 20 ids behind the others, as in a vocabulary that was cut
+    token['id'] += 20
+    raw['model']['vocab'][token['content']] = token['id']
+  file.write_text(json.dumps(raw))
+  after = ChatTokenizer(directory)
+  assert after.size == before.size + 20 and max(after.stop_ids) < after.size and not before.banned
+  first = before.size - len(raw['added_tokens'])
+  assert after.banned == tuple(range(first, first + 20))
 
 
 def test_without_a_template_there_is_chatml_or_an_error(tmp_path):

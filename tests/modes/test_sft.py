@@ -471,3 +471,11 @@ def test_the_built_in_model_that_sees_has_the_tokens_of_todays_prompts(tmp_path)
   shipped = pathlib.Path(presets.resolve(presets.TINY_VL, ''))
   for name in ('tokenizer.json', 'tokenizer_config.json', 'preprocessor_config.json'):
     assert json.loads((tmp_path / name).read_text()) == json.loads((shipped / name).read_text()), name
+
+
+def test_a_workdir_of_a_training_run_is_refused():
+  of_training = types.SimpleNamespace(
+    set_damaged_aside=lambda: None, latest_step=lambda: 2, meta=lambda step: {'iteration': step}
+  )
+  with pytest.raises(UserError, match=r'^--workdir=a: its checkpoints belong to a training run; choose another'):
+    sft._restore(None, of_training, {'data': ''}, 'a', 5)

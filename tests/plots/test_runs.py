@@ -91,3 +91,14 @@ def test_directories_of_one_name_are_told_apart_by_those_above(tmp_path, config)
   places = ('old/sokoban', 'new/sokoban', 'new/lake')
   runs = [read(write_run(tmp_path / place, config, metric_rows(0, 2))) for place in places]
   assert [curve.label for curve in runs_lib.group(runs)] == ['old/sokoban', 'new/sokoban', 'lake']
+
+
+def test_warm_starts_are_told_apart_by_their_own_fields(tmp_path):
+  runs = []
+  for seed, rate in enumerate((1e-3, 1e-3, 1e-4, 1e-3)):
+    config = run_config(seed, algorithm__lam=seed / 8) | {'sft': {'learning_rate': rate}}
+    rows = metric_rows(0, 2) if seed == 3 else [{'step': step, 'sft/loss': 0.5} for step in range(2)]
+    runs.append(read(write_run(tmp_path / f'run{seed}', config, rows)))
+  labels = [curve.label for curve in runs_lib.group(runs[:3])]
+  assert labels == ['sft.learning_rate=0.001 (2 seeds)', 'sft.learning_rate=0.0001']
+  assert [curve.label for curve in runs_lib.group([runs[0], runs[3]])] == ['mode=sft', 'mode=train']

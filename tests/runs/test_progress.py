@@ -100,6 +100,16 @@ def test_time_left_leaves_the_first_iteration_out_and_follows_the_last_ones():
   assert stream.getvalue().splitlines()[-1] == 'iteration 540/1000 | 0.50 s/it | 03:50 left'
 
 
+def test_an_evaluation_before_training_is_not_counted():
+  clock, stream = Clock(), io.StringIO()
+  with Progress(2, 0, stream, clock=clock) as progress:
+    clock.now += 60
+    progress.restart()
+    clock.now += 4
+    progress.update(1, tokens=400)
+  assert '| 100 tok/s | 4.0 s/it |' in stream.getvalue()
+
+
 def test_the_last_line_has_no_time_left():
   clock, stream = Clock(), io.StringIO()
   with Progress(2, 0, stream, clock=clock) as progress:

@@ -226,11 +226,14 @@ def _check_tensors(
   """Compares the headers of the files with the model. Raises a `UserError` that lists all differences."""
   named = {w.name: w for tensor in wanted.values() for w, _ in tensor.parts}
   missing, extra, twice, misshapen, mistyped = dict.fromkeys(named), [], [], [], []
+  seen, again = set(), []
   tied_head = None
   for file in files:
     with _open(file) as tensors:
       for found_name in tensors.keys():  # noqa: SIM118 (not a mapping: it cannot be iterated)
         header, name = tensors.get_slice(found_name), stored_name(found_name, cfg)
+        again += [name] if name in seen else []
+        seen.add(name)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
         if name == 'lm_head.weight' and cfg.tie_word_embeddings:
           tied_head = None if ignore_head else file
@@ -251,6 +254,7 @@ def _check_tensors(
     'missing': list(missing),
     'unexpected': extra,
     'of experts that other tensors have too': twice,
+    'in several files or under several names': again,
     'of another shape': misshapen,
     f'of a type other than {"/".join(DTYPES)}': mistyped,
   }

@@ -54,8 +54,11 @@ _TOKENIZER_FILES = (
   'generation_config.json',
 )
 
+# The folder of a tokenizer's other chat templates, such as those for tools.
+_TEMPLATES = 'additional_chat_templates'
+
 # What a new checkpoint replaces in its target, besides *.safetensors; other files stay.
-_REPLACED = (CONFIG_FILE, INDEX_FILE, ADAPTER_CONFIG_FILE, CRITIC_DIRECTORY, *_TOKENIZER_FILES)
+_REPLACED = (CONFIG_FILE, INDEX_FILE, ADAPTER_CONFIG_FILE, CRITIC_DIRECTORY, _TEMPLATES, *_TOKENIZER_FILES)
 
 _log = logging.getLogger(__name__)
 
@@ -255,6 +258,8 @@ def new_checkpoint(directory: str, tokenizer_dir: str | None) -> Iterator[str]:
     for name in _TOKENIZER_FILES:
       if os.path.isfile(os.path.join(source, name)):
         shutil.copyfile(os.path.join(source, name), os.path.join(new, name))
+    if os.path.isdir(os.path.join(source, _TEMPLATES)):
+      shutil.copytree(os.path.join(source, _TEMPLATES), os.path.join(new, _TEMPLATES))
     yield new
     written = CONFIG_FILE if os.path.isfile(os.path.join(new, CONFIG_FILE)) else ADAPTER_CONFIG_FILE
     for where, _, names in os.walk(new):

@@ -96,6 +96,19 @@ def test_all_that_is_wrong_with_the_tensors_is_said_at_once(checkpoint):
   assert 'inv_freq' not in message
 
 
+def test_a_tensor_in_two_files_is_refused(checkpoint):
+  directory = pathlib.Path(checkpoint)
+  tensors = load_file(directory / 'model.safetensors')
+  (directory / 'model.safetensors').unlink()
+  first, second = 'model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors'
+  save_file(tensors, directory / first)
+  save_file({'model.norm.weight': tensors['model.norm.weight'] + 1}, directory / second)
+  index = dict.fromkeys(tensors, first) | {'model.norm.weight': second}
+  (directory / 'model.safetensors.index.json').write_text(json.dumps({'metadata': {}, 'weight_map': index}))
+  with pytest.raises(UserError, match=r'1 in several files or under several names: model\.norm\.weight'):
+    load(checkpoint)
+
+
 def test_a_long_list_of_names_is_cut(checkpoint):
   edit_config(checkpoint, num_hidden_layers=9)
   with pytest.raises(UserError, match=r'84 missing: (\S+, ){7}\S+ and 76 more$'):

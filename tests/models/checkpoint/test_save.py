@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 import signal
 import unittest.mock
 
@@ -306,6 +307,8 @@ def test_a_new_export_replaces_all_of_the_old_and_nothing_else(tmp_path, tokeniz
   (out / 'logs').mkdir()
   (out / 'logs' / 'a').write_text('b')
   (out / 'merges.txt').write_text('of another tokenizer')
+  (out / 'additional_chat_templates').mkdir()
+  (out / 'additional_chat_templates' / 'tool_use.jinja').write_text('of another tokenizer')
   save_model(str(out), random_params(SMALL3), SMALL3, 'float32', tokenizer_dir=tokenizer_dir)
   assert sorted(os.listdir(out)) == [
     'README.md', 'config.json', 'logs', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json',
@@ -317,6 +320,16 @@ def test_a_new_export_replaces_all_of_the_old_and_nothing_else(tmp_path, tokeniz
   save_model(str(out), random_params(SMALL), SMALL, 'float32')
   assert (out / 'tokenizer.json').read_text() == (pathlib.Path(tokenizer_dir) / 'tokenizer.json').read_text()
   assert sorted(os.listdir(tmp_path)) == ['out', 'tokenizer']
+
+
+def test_an_export_has_all_chat_templates_of_its_tokenizer(tmp_path, tokenizer_dir):
+  source, out = tmp_path / 'source', tmp_path / 'out'
+  shutil.copytree(tokenizer_dir, source)
+  (source / 'additional_chat_templates').mkdir()
+  (source / 'additional_chat_templates' / 'tool_use.jinja').write_text('{{ tools }}')
+  for tokenizer in (str(source), None):  # the second one keeps what is there
+    save_model(str(out), random_params(SMALL), SMALL, 'float32', tokenizer_dir=tokenizer)
+    assert (out / 'additional_chat_templates' / 'tool_use.jinja').read_text() == '{{ tools }}'
 
 
 def test_places_and_parameters_that_cannot_be_saved(tmp_path, tokenizer_dir):
