@@ -66,7 +66,7 @@ SEARCHED = {
   'Bandit': (5e-4, 1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 1.6e-2),
 }
 # Chosen by the search: the learning rates of the comparison. The figure shows the last one.
-RATES = {'FrozenLake': (4e-3, 2e-3), 'SimpleSokoban': (2e-3,), 'Bandit': (6e-3,)}
+RATES = {'FrozenLake': (2e-3, 4e-3), 'SimpleSokoban': (2e-3,), 'Bandit': (6e-3,)}
 SEEDS = (0, 1, 2, 3, 4)
 _WINDOW = 5
 # Name in the JSON file -> name in the metrics of a run; TAG is the game.
