@@ -43,7 +43,7 @@ class Run:
   marks: list[tuple[int, str]]
   best: float | None
   evaluations: dict[str, dict[str, Any]]
-  warm_start: bool
+  warm_start: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,7 +97,7 @@ def test_the_value_head_learns_what_the_demonstrations_earn(tmp_path, success_ra
 def test_a_warm_start_does_not_go_on_with_other_data_or_other_frozen_weights(data, frozen, named):
   meta = {'data': 1, 'unsaved': {'frozen': 'float32 a'}}
   checkpointer = types.SimpleNamespace(
-    set_damaged_aside=lambda: None, latest_step=lambda: 3, restore=lambda like: ({}, meta)
+    set_damaged_aside=lambda: None, latest_step=lambda: 3, restore=lambda like: ({}, meta), meta=lambda step: meta
   )
   trainer = types.SimpleNamespace(state=types.SimpleNamespace(saved=dict, with_saved=lambda arrays, iteration: 'on'))
   assert sft._restore(trainer, checkpointer, meta, 'x', 9) == (3, None) and trainer.state == 'on'
