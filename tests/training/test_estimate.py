@@ -48,7 +48,12 @@ def test_the_longest_sample_of_an_episode_is_that_of_its_environment(policy):
   assert build.trainer_settings(config, policy).update.weights.loss_norm_length == 7
 
 
-@pytest.mark.parametrize('fields', [{}, {'algorithm__mask_loss': False, 'algorithm__old_logprobs': 'trainer'}])
+_ALL_TOKENS = {
+  'algorithm__mask_loss': False, 'algorithm__mask_advantages': False, 'algorithm__old_logprobs': 'trainer',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('fields', [{}, _ALL_TOKENS])
 @pytest.mark.slow_cases('fields1')
 def test_rollouts_of_another_width_compile_nothing(policy, played, fields):
   trainer, state = learning.make_trainer(policy, **fields)
@@ -181,14 +186,14 @@ def test_tokens_of_older_weights_are_weighted_by_the_present_ones(policy, played
 def test_masks_that_are_off_train_every_token(policy, played):
   rollout, _ = played
   t = rollout.trajectory
-  trainer, state = learning.make_trainer(policy, algorithm__mask_loss=False, algorithm__old_logprobs='trainer')
+  trainer, state = learning.make_trainer(policy, **_ALL_TOKENS)
   selection = trainer.select(rollout)
   batch, _ = trainer.estimate(state, selection)
   assert (batch.mask.sum(axis=1) == t.length - 1).all() and (batch.trained == batch.mask).all()
-  # Advantages still run through sampled tokens only.
+  # Prompts and observations have advantages, too.
   for row in range(4):
     columns = batch.columns[row][batch.mask[row]]
-    assert not batch.advantages[row][batch.mask[row]][~t.loss_mask[row, columns]].any()
+    assert batch.advantages[row][batch.mask[row]][~t.loss_mask[row, columns]].all()
   _, metrics = trainer.update(state, batch, selection)
   assert metrics['train/num_mini_batches'] == 4
 
