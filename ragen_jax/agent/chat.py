@@ -132,9 +132,7 @@ class ChatTokenizer:
     self._spelled_with_tools = _any_of((*self.specials, *tags))
     self.call_tags = {self.added[tag]: tag for tag in (CALL, END_CALL) if tag in self.added}
     banned = [self.added[t] for t in _VISION_TOKENS if t in self.added] if images else []
-    if (
-      self._backend.get_vocab_size(with_added_tokens=True) < self.size
-    ):  # ids without a token lie between those with one
+    if self._backend.get_vocab_size(with_added_tokens=True) < self.size:  # some ids have no token
       banned += [i for i in range(self.size) if self._backend.id_to_token(i) is None]
     self.banned = tuple(sorted(banned))
     self._cached = functools.lru_cache(maxsize=_CACHED_SEGMENTS)(self.encode_once)

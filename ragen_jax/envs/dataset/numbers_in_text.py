@@ -99,9 +99,9 @@ def read_number(text: str) -> Number | None:
   Read are signs, thousands commas, decimals, exponents, fractions ('3/4', '1 1/2', LaTeX), a currency, a sign for
   percent, a unit, words around the number, and brackets or a LaTeX box. A sign in front of those belongs to the number.
   """
-  if len(text) > _LONGEST or _PAIR.search(
-    _SPACE.sub('', _NOTHING.sub('', text)).replace('{,}', ',').replace('\\$', '')
-  ):
+  if len(text) > _LONGEST:
+    return None
+  if _PAIR.search(_SPACE.sub('', _NOTHING.sub('', text)).replace('{,}', ',').replace('\\$', '')):
     return None
   text = _clean(text)
   if text is None or any(c.isnumeric() and not c.isascii() for c in text):
