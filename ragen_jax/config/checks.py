@@ -77,6 +77,7 @@ def check_config(
   """
   rules.not_replaced(config)
   limits.check_numbers(config)
+  presets.check_name(config.model.preset)
   rules.one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))
   rules.one_of(config, 'model.attention', (AUTO, *IMPLEMENTATIONS))
   remat = config.model.remat

@@ -229,6 +229,12 @@ def shape(preset: str, path: str) -> QwenConfig:
   return _SHAPES[preset]
 
 
+def check_name(preset: str) -> None:
+  """Refuses a name of no preset: even with a path, it would choose settings (a misspelt '-lora': no LoRA)."""
+  if preset not in names():
+    raise UserError(_unknown(preset))
+
+
 def _unknown(preset: str) -> str:
   hint = did_you_mean(preset, names())
   return f'model.preset={preset!r}: there is no such model; {hint}allowed: {", ".join(names())}; each also with -lora'

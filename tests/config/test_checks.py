@@ -11,6 +11,7 @@ from ragen_jax.config import checks
 from ragen_jax.config.checks import check_config, check_plan
 from ragen_jax.distributed.mesh import AXES
 from ragen_jax.distributed.processes import RowShare
+from ragen_jax.models import presets
 from ragen_jax.models.lora import LoraConfig
 from tests.support.configs import assert_refused, small_config
 
@@ -187,6 +188,11 @@ def test_an_environment_without_a_field_that_all_have_is_refused(name):
   with config.unlocked():
     del config.envs.FrozenLake[name]
   assert_refused(check_config, config, rf'envs\.FrozenLake\.{name}=None: must ')
+
+
+def test_a_misspelt_model_is_refused_although_a_path_names_the_weights():
+  config = small_config(model__preset='qwen2.5-0.5b-lroa', model__path=presets.resolve('tiny', ''))
+  assert_refused(check_config, config, r"model\.preset='qwen2\.5-0\.5b-lroa'.*did you mean 'qwen2\.5-0\.5b'")
 
 
 def test_fractions_of_words_are_refused():
