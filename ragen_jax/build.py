@@ -25,7 +25,6 @@ from ragen_jax.agent.image_table_sizes import ImageTableSizes, image_room, large
 from ragen_jax.agent.language_model import LanguageModel, ModelSettings
 from ragen_jax.agent.player import EnvironmentPlayer, Player
 from ragen_jax.agent.prompt_images import PromptImages
-from ragen_jax.agent.world_model.formats import has_thought
 from ragen_jax.agent.world_model.state_reward import ReplyRewardSettings
 from ragen_jax.algorithms.advantages import ESTIMATORS, AdvantageSettings
 from ragen_jax.algorithms.collapse import EarlyStopSettings, EchoTrapSettings
@@ -386,7 +385,7 @@ def loss_settings(config: ConfigDict, model: LanguageModel, limit: Callable[[], 
 
 def make_probes(config: ConfigDict, trainer: Trainer) -> Probes:
   """Makes the diagnostics of `config.monitor` that need additional passes."""
-  return Probes(fill(ProbeSettings, config.monitor, think=has_thought(config.agent.format)), trainer)
+  return Probes(fill(ProbeSettings, config.monitor), trainer)
 
 
 def make_monitor(config: ConfigDict) -> Monitor:

@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 
 from ragen_jax.agent.context_manager import CONTEXTS, OVERLONG
 from ragen_jax.agent.episode import SCHEDULES
+from ragen_jax.agent.world_model.formats import has_thought
 from ragen_jax.algorithms import filters, losses, rewards
 from ragen_jax.algorithms.advantages import ESTIMATORS
 from ragen_jax.config import rules
@@ -57,25 +58,37 @@ def check_algorithm(config: ConfigDict) -> None:
   high_level_lam, critic_lam = config.algorithm.high_level_lam, config.algorithm.critic_lam
   rules.check(config, 'algorithm.high_level_lam', high_level_lam <= 1, 'must be at most 1; negative is the same as lam')
   rules.check(config, 'algorithm.critic_lam', critic_lam <= 1, 'must be at most 1; negative is that of the advantages')
-  rules.below_one(config, 'monitor.ema_decay')
-  signals = config.monitor.min_signals
-  rules.check(config, 'monitor.min_signals', signals <= len(SIGNALS), f'there are only {len(SIGNALS)} signals')
-  rules.positive_fraction(config, 'monitor.rollback_lr')
-  rules.check(
-    config, 'monitor.echo_trap', config.monitor.echo_trap != 'rollback' or config.checkpoint.every > 0,
-    'needs checkpoint.every above 0, since it goes back to a checkpoint',
-  )  # fmt: skip
-  factor = config.monitor.spike_factor
-  rules.check(config, 'monitor.spike_factor', factor == 0 or factor > 1, 'must be 0 (off) or above 1')
   rules.check(
     config, 'reward.method', config.reward.credit == 'trajectory' or config.reward.method == 'identity',
     "with reward.credit='turn' it may be 'identity' only",
   )  # fmt: skip
+  _check_monitor(config)
   _check_policy_loss(config)
   _check_old_logprobs_and_replay(config)
   _check_rewards(config)
   _check_critic(config)
   _check_filter(config)
+
+
+def _check_monitor(config: ConfigDict) -> None:
+  """Checks `monitor`."""
+  m = config.monitor
+  rules.below_one(config, 'monitor.ema_decay')
+  rules.check(config, 'monitor.min_signals', m.min_signals <= len(SIGNALS), f'there are only {len(SIGNALS)} signals')
+  rules.positive_fraction(config, 'monitor.rollback_lr')
+  rules.check(
+    config, 'monitor.echo_trap', m.echo_trap != 'rollback' or config.checkpoint.every > 0,
+    'needs checkpoint.every above 0, since it goes back to a checkpoint',
+  )  # fmt: skip
+  rules.check(config, 'monitor.spike_factor', m.spike_factor == 0 or m.spike_factor > 1, 'must be 0 (off) or above 1')
+  rules.check(
+    config, 'monitor.flat_reward_patience', not m.flat_reward_patience or config.train.group_size > 1,
+    'compares the rewards of a group, so train.group_size must be at least 2',
+  )  # fmt: skip
+  rules.check(
+    config, 'monitor.information_every', not m.information_every or has_thought(config.agent.format),
+    f'measures thoughts, which agent.format={config.agent.format!r} has not',
+  )  # fmt: skip
 
 
 def _check_policy_loss(config: ConfigDict) -> None:

@@ -28,14 +28,13 @@ _END = '</think>'
 
 @dataclasses.dataclass(frozen=True)
 class ProbeSettings:
-  """Fields of `config.monitor`, and `think`: whether replies have thoughts (`config.agent.format`)."""
+  """Fields of `config.monitor`."""
 
   information_every: int
   information_samples: int
   gradients_every: int
   gradient_buckets: int
   bucket_mode: str
-  think: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -160,7 +159,7 @@ class Probes:
 
   def _thought_length(self, ids: np.ndarray) -> int:
     """Number of tokens of a reply up to the end of its thought; 0 if it does not close a thought."""
-    return self._trainer.model.tokenizer.count_until(ids.tolist(), _END) if self._settings.think else 0
+    return self._trainer.model.tokenizer.count_until(ids.tolist(), _END)
 
   def cross_scores(
     self, params: Any, prompts: list[Prompt], thoughts: list[np.ndarray], images: Sequence[np.ndarray] = ()

@@ -78,6 +78,14 @@ _NEEDS_TRAINER = r".*: needs algorithm\.old_logprobs='trainer'$"
       {'monitor.echo_trap': 'rollback', 'checkpoint.every': 0},
       r"^monitor\.echo_trap='rollback': needs checkpoint\.every above 0",
     ),
+    (
+      {'monitor.flat_reward_patience': 2, 'train.group_size': 1, 'train.groups': 16},
+      r'^monitor\.flat_reward_patience=2: .*train\.group_size must be at least 2$',
+    ),
+    (
+      {'monitor.information_every': 2, 'agent.format': 'no_think'},
+      r"^monitor\.information_every=2: .*agent\.format='no_think'",
+    ),
     ({'monitor.rollback_lr': 0.0}, r'^monitor\.rollback_lr=0\.0: must be above 0 and at most 1$'),
     # Importance weights, replay and reused rollouts.
     ({'algorithm.tis_cap': 2.0}, rf'^algorithm\.tis_cap=2\.0{_NEEDS_TRAINER}'),
