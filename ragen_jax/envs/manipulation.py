@@ -265,13 +265,15 @@ class Manipulation(base.Environment):
   def rationale(self, states: State) -> list[str]:
     """The next skill of the plan, and what it moves."""
     task, thoughts = self.task_of_levels, []
-    for planner in solver.planners(task, states):
+    planners = solver.planners(task, states)
+    _, after = solver.play(self, states, np.ones(len(planners), int))
+    moved = (after.table.places != np.asarray(states.table.places)).any(-1)  # [N, objects]
+    for planner, number in zip(planners, moved.argmax(-1).tolist(), strict=True):
       skill, x, y, *_ = planner.next()
       if skill == PUSH and task.has_drawer:
         thoughts.append('I push the drawer shut.')
         continue
-      squared = [(a - x) ** 2 + (b - y) ** 2 for a, b, _ in planner.places]
-      name = task.objects[planner.held if skill == PLACE else squared.index(min(squared))]
+      name = task.objects[planner.held if skill == PLACE else number]
       thoughts.append(f'I {SKILLS[skill]} the {name}{f" at x {x}, y {y}" if skill == PLACE else ""}.')
     return thoughts
 

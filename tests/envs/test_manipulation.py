@@ -345,6 +345,9 @@ def test_texts_tell_places_as_the_option_says():
     ('stack', make_state((0, 0, 20), (100, 0, 20), (0, 100, 20)), 'I pick the red cube.'),
     ('stack', make_state((100, 0, 60), (100, 0, 20), (0, 0, 170), held=2), 'I place the purple cube at x 100, y 0.'),
     ('align', make_state((0, 0, 20), (100, 150, 20)), 'I push the green cube.'),
+    # The other cube is nearer to where the hand comes down, and at the same place below.
+    ('place', make_state((-15, -84, 20), (-79, -94, 20)), 'I push the red cube.'),
+    ('align', make_state((117, 66, 20), (117, 66, 60)), 'I pick the green cube.'),
     ('drawer', make_state((-340, -300, 155), opening=180), 'I push the drawer shut.'),
   ],
 )
