@@ -314,23 +314,24 @@ def _outlines(name: str, attributes: Mapping[str, str], whole: tuple[float, floa
   """The outlines of a shape in user units; none if it has no extent."""
   wide, high = whole
 
-  def length(key: str, full: float, default: str = '0') -> float:
-    return read_length(attributes.get(key, default), f'{name}: {key}', full)
+  def length(key: str, full: float) -> float:
+    return read_length(attributes.get(key, '0'), f'{name}: {key}', full)
+
+  def radii() -> tuple[float, float]:
+    """`rx` and `ry`; one that is not given, or 'auto', has the length of the other."""
+    rx, ry = (
+      None if attributes.get(key, 'auto') == 'auto' else length(key, full) for key, full in (('rx', wide), ('ry', high))
+    )
+    return (ry or 0.0 if rx is None else rx), (rx or 0.0 if ry is None else ry)
 
   if name == 'rect':
     width, height = length('width', wide), length('height', high)
-    rx, ry = (attributes.get(key) for key in ('rx', 'ry'))
-    rx, ry = (length(key, full, other or '0') for key, full, other in (('rx', wide, ry), ('ry', high, rx)))
-    return shapes.rectangle(length('x', wide), length('y', high), width, height, rx, ry)
+    return shapes.rectangle(length('x', wide), length('y', high), width, height, *radii())
   if name == 'circle':
     r = length('r', _diagonal(whole))
     return shapes.ellipse(length('cx', wide), length('cy', high), r, r)
   if name == 'ellipse':
-    rx, ry = (None if attributes.get(key) == 'auto' else attributes.get(key) for key in ('rx', 'ry'))
-    rx = None if rx is None else length('rx', wide)
-    ry = None if ry is None else length('ry', high)
-    x, y = (ry or 0.0 if rx is None else rx), (rx or 0.0 if ry is None else ry)
-    return shapes.ellipse(length('cx', wide), length('cy', high), x, y)
+    return shapes.ellipse(length('cx', wide), length('cy', high), *radii())
   if name == 'line':
     ends = [length('x1', wide), length('y1', high), length('x2', wide), length('y2', high)]
     return shapes.polygon(ends, False, name)

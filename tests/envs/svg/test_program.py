@@ -219,6 +219,14 @@ def test_views_and_lengths():
   )
 
 
+def test_a_radius_that_is_not_given_is_as_long_as_the_other():
+  view = 'viewBox="0 0 200 100"'
+  for shape in ('rect x="10" y="10" width="180" height="80"', 'ellipse cx="100" cy="50"'):
+    wanted = draw(read_program(svg(f'<{shape} rx="20" ry="20"/>', view)), 100)
+    for radii in ('ry="20%"', 'rx="10%"', 'rx="auto" ry="20"', 'rx="20"'):
+      assert np.array_equal(draw(read_program(svg(f'<{shape} {radii}/>', view)), 100), wanted), (shape, radii)
+
+
 def test_transforms_act_from_the_right():
   point = np.array([3.0, 1.0, 1.0])
   for text, there in (
