@@ -188,18 +188,27 @@ class SvgEnvironment(TextEnvironment):
     part = (self.split, self.test_share, self.side)
     return drawings.load_drawings(self.path, self.field, self.bad_drawings, *part, drawings.stamp_of(self.path))
 
+  def _place(self, seed: int) -> int:
+    """The place in `drawings` of the target of a seed."""
+    return selection.select(seed, len(self.drawings), 'shuffled')
+
   def target(self, seed: int) -> Target:
     """The target of a seed."""
     if self.path:
-      return self.drawings[selection.select(seed, len(self.drawings), 'shuffled')]
+      return self.drawings[self._place(seed)]
     return targets.make_target(self._recipe, seed, self.split, self.test_share, self.side)
 
   def random_program(self, seed: int, number: int) -> str:
-    """A program that is none for the target of a seed; other numbers give others."""
+    """A program that does not depend on the target of a seed: of another drawing, or if there is none, of the recipe.
+
+    Other numbers give others.
+    """
     rng = random.Random(f'{seed} {number}')
-    if self.path:
-      return self.drawings[min(int(rng.random() * len(self.drawings)), len(self.drawings) - 1)].program
-    return targets.make_program(self._recipe, rng)
+    others = len(self.drawings) - 1 if self.path else 0
+    if not others:
+      return targets.make_program(self._recipe, rng)
+    place = min(int(rng.random() * others), others - 1)
+    return self.drawings[place + (place >= self._place(seed))].program
 
   def level_id(self, seed: int) -> str:
     """The identity of the target's picture: equal for equal pictures of any tag or file."""

@@ -192,7 +192,12 @@ def test_the_user_s_drawings_are_played_and_told_apart(tmp_path):
   session.reset([0, 1], [5, 5 + len(train.drawings)], [0, 0])
   (own,), (other,) = session.expert([0, 1])
   assert own == other == train.target(5).program and session.rationale([0]) == ['']
-  assert {x for x in session.legal_actions([0])[0]} <= {x.program for x in train.drawings}
+  # Random play draws all other drawings, and not the target.
+  others = {train.random_program(5, number) for number in range(200)}
+  assert others == {x.program for x in train.drawings} - {own}
+  assert {x for x in session.legal_actions([0])[0]} <= others
+  single = make(path=str(tmp_path / '3.svg'))
+  assert single.random_program(0, 0) != single.target(0).program and read_program(single.random_program(0, 0)).parts
   with raises_one_line(r"svg: path='.*nowhere': 0 \.svg files"):
     make(path=str(tmp_path / 'nowhere')).check()
 
