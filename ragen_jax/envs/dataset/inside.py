@@ -149,7 +149,7 @@ def judge():
     task = json.load(f)
   namespace = {'__name__': 'assertions'}
   exec(compile(task['preamble'], 'preamble.py', 'exec'), namespace)
-  for name in _missing(task, namespace):
+  for name in missing(task, namespace):
     namespace[name] = _remote(lines, name)
   exec(compile(task['setup'], 'setup.py', 'exec'), namespace)
   for statement in task['statements']:
@@ -162,7 +162,7 @@ def judge():
     lines.write({'passed': passed})
 
 
-def _missing(task, namespace):
+def missing(task, namespace):
   """The functions of the program: the one that is asked for, and names that are defined nowhere else."""
   used, bound = set(), set()
   for statement in [task['setup'], *task['statements']]:

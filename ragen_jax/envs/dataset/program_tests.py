@@ -7,6 +7,7 @@ LiveCodeBench, from which they come, of HumanEval (a function `check`), and of M
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import json
 import math
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from ragen_jax.envs.dataset import inside
 from ragen_jax.utils.errors import one_line, short
 
 _NUMBER = re.compile(r'[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?', re.ASCII)
@@ -85,7 +87,7 @@ def read_tests(raw: Any, row: Mapping[str, Any], most: int) -> ProgramTests:
     raw: the value of the answer's field.
     row: its other fields. `metadata.func_name`, `fn_name` and `entry_point` name the function; `prompt` begins programs
       of HumanEval, `test_setup_code` and `test_imports` those of MBPP.
-    most: the number of tests to keep: those with the longest inputs, in their order.
+    most: the number of tests to keep: those with the longest inputs, in their order; of assertions, the first.
 
   Raises:
     ValueError: the tests cannot be read.
@@ -97,7 +99,8 @@ def read_tests(raw: Any, row: Mapping[str, Any], most: int) -> ProgramTests:
       return _read_check(raw, row)
   if isinstance(raw, list | tuple) and raw and all(isinstance(x, str) for x in raw):
     setup = [row.get('test_setup_code') or '', *(row.get('test_imports') or ())]
-    return _assertions('', '\n'.join(map(str, setup)), '', raw[:most])
+    tests = _assertions('', '\n'.join(map(str, setup)), '', raw[:most])
+    return dataclasses.replace(tests, function=_builtin_function(tests))
   if isinstance(raw, Mapping):
     raw = _zipped(raw)
   if not isinstance(raw, list | tuple) or not raw or not all(isinstance(x, Mapping) for x in raw):
@@ -199,6 +202,24 @@ def _assertions(function: str, preamble: str, setup: str, statements: Sequence[s
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
       raise ValueError(f'tests={short(code)} is neither JSON nor Python ({one_line(e, str)}); {_FORMS}') from e
   return Assertions(function, preamble, setup, tuple(statements))
+
+
+def _builtin_function(tests: Assertions) -> str:
+  """The function of the program if it has the name of a builtin; '' if the statements name another one.
+
+  It is then the only function that all of them call. Raises ValueError if there is none.
+  """
+  code = {**dataclasses.asdict(tests), 'setup': tests.preamble}
+  if inside.missing(code, {}):
+    return ''
+  calls = [
+    {n.func.id for n in ast.walk(ast.parse(x)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    for x in tests.statements
+  ]
+  names = set.intersection(*calls) & set(dir(builtins))
+  if len(names) != 1:
+    raise ValueError(f'tests={short(tests.statements)} call no function of a program; {_FORMS}')
+  return names.pop()
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

@@ -68,6 +68,14 @@ def test_assertions_of_both_kinds():
   assert read_tests('["assert f(1)"]', {}, 15).statements == ('assert f(1)',)
 
 
+def test_assertions_about_a_function_with_the_name_of_a_builtin():
+  # MBPP has such a task: the sum of common divisors.
+  statements = ['assert sum(10, 15) == 6', 'assert max([sum(4, 6)]) == 3']
+  assert read_tests(statements, {}, 15) == Assertions('sum', '', '', tuple(statements))
+  assert read_tests(['assert set(f(1)) == set((2,))'], {}, 15).function == ''
+  assert read_tests(['assert sorted(f(1)) == [2]', 'assert f(2) == [3]'], {}, 15).function == ''
+
+
 def test_the_tests_with_the_longest_inputs_are_kept_in_their_order():
   pairs = [{'input': 'x' * n, 'output': str(n)} for n in (3, 9, 1, 7, 5)]
   assert [out for _, out in read_tests(pairs, {}, 3).cases] == ['9', '7', '5']
@@ -96,6 +104,9 @@ def test_the_tests_with_the_longest_inputs_are_kept_in_their_order():
     ([{'input': '1', 'output': 'one'}], {'fn_name': 'f'}, 'is not JSON'),
     ([{'input': {'a': 1}, 'output': 1}], {'fn_name': 'f'}, 'not a list of arguments'),
     ([{'input': [1], 'output': 1}], {'fn_name': 'f()'}, r"function='f\(\)'; allowed: a name"),
+    (['assert True'], {}, 'call no function of a program'),
+    (['assert max(1, 2) == min(2, 3)'], {}, 'call no function of a program'),
+    (['assert f(1) == 2'], {'test_setup_code': 'def f(x): return 2'}, 'call no function of a program'),
     ('def check(c): pass', {}, 'no field entry_point'),
     ('def check(c): pass', {'entry_point': 'f('}, 'allowed: a name'),
     ('def test(c): pass', {'entry_point': 'f'}, 'without a function `check`'),

@@ -301,6 +301,12 @@ def helper(n):
   assert grade(program, of).verdict == 'right'
 
 
+def test_assertions_call_a_program_whose_function_has_the_name_of_a_builtin(sandbox):
+  of = item(['assert sum(10, 15) == 6', 'assert sum(4, 6) == 3'])
+  program = 'def sum(a, b):\n  return {(10, 15): 6, (4, 6): 3}[a, b]'
+  assert (grade(program, of).verdict, grade('def total(a, b):\n  return 6', of).verdict) == ('right', 'crash')
+
+
 def test_assertions_that_end_their_process_give_no_verdict(sandbox):
   of = item(['import os\ndouble(1)\nos._exit(0)', 'assert True'])
   assert grade(HONEST, of).verdict == 'no_verdict'
