@@ -104,6 +104,10 @@ class ReasoningGym(Verifier):
     del raw
     return row
 
+  def answer_of(self, gold: Mapping[str, Any]) -> Any:
+    """The generator's answer; the number of the item and other metadata do not matter."""
+    return gold.get('answer')
+
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
     """See `Verifier`."""
     calls = [functools.partial(self._decide, answer, item.gold) for answer, item in zip(answers, items, strict=True)]

@@ -129,7 +129,7 @@ class _Reader:
     self._settings, self._verifier = settings, verifier
     self._fields = {name: field for name, field in json.loads(settings.fields).items() if field}
     self._pattern = re.compile(settings.answer_pattern) if settings.answer_pattern else None
-    self._golds: dict[str, int] = {}  # digest of a question -> hash of its gold
+    self._golds: dict[str, int] = {}  # digest of a question -> hash of its answer
     self._places: list[str] = []  # of the first items, for errors about their golds
     self._parts: dict[str, bool] = {}  # digest of a question with a group -> whether it is held out
     self.rows = self.long = self.unread = self.contradicting = self.in_both = 0
@@ -259,7 +259,7 @@ class _Reader:
 
   def _note(self, item: Item) -> None:
     """Counts questions that come again with another gold."""
-    gold = hash(repr(item.gold))
+    gold = hash(repr(self._verifier.answer_of(item.gold)))
     self.contradicting += self._golds.setdefault(selection.digest(item.text), gold) != gold
 
   def checked(self, items: list[Item]) -> list[Item]:

@@ -112,6 +112,10 @@ class Verifier(abc.ABC):
     del gold
     return question
 
+  def answer_of(self, gold: Any) -> Any:
+    """What two golds of one question have in common if they name the same answer; the gold itself by default."""
+    return gold
+
   @abc.abstractmethod
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
     """A verdict for each answer, or the fault that prevents one. Never raises."""

@@ -43,6 +43,16 @@ def test_another_seed_makes_other_items(package):
   assert generated('gsm_symbolic').items[0].question != generated('gsm_symbolic', seed=1).items[0].question
 
 
+def test_a_question_that_is_generated_twice_has_the_same_answer(package, caplog):
+  """The metadata of items differ always."""
+  golds = {}
+  for item in generated('coin_flip', size=300).items:
+    golds.setdefault(item.text, []).append(item.gold)
+  assert any(len(same) > 1 and same[0] != same[1] for same in golds.values())
+  assert all(len({gold['answer'] for gold in same}) == 1 for same in golds.values())
+  assert not [x for x in caplog.records if 'another answer' in x.getMessage()]
+
+
 def test_an_answer_with_two_numbers_or_a_wrong_sign_is_not_paid(package):
   """The package's own rule takes the first number, without its sign."""
   env = generated('gsm_symbolic')
