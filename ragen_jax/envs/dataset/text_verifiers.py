@@ -33,9 +33,10 @@ UNREADABLE = Verdict(0.0, {'unreadable': 1.0}, 'unreadable')
 def read_texts(raw: Any) -> tuple[str, ...]:
   """The accepted texts of a gold: a text, a number, a bool, or a list of these; ValueError for anything else.
 
-  NaN, which tables have where a value is missing, is none.
+  NaN, which tables have where a value is missing, is none. In such tables whole numbers are floats: 18.0 is '18'.
   """
   values = raw if isinstance(raw, list | tuple) else [raw]
+  values = [int(x) if isinstance(x, float) and x.is_integer() else x for x in values]
   texts = tuple(str(x) for x in values if isinstance(x, str | int) or (isinstance(x, float) and math.isfinite(x)))
   if len(texts) != len(values) or not values or not all(text.strip() for text in texts):
     raise ValueError('allowed: text that is not blank, or a list of texts')

@@ -28,6 +28,12 @@ def test_exact_is_ragens_rule():
   assert [v.verdict for v in verdicts] == ['right', 'wrong']
 
 
+def test_whole_numbers_of_tables_are_floats():
+  for gold in (18.0, [18.0, 'x']):
+    for name in ('exact', 'f1'):
+      assert scores(name, [(gold, '18'), (gold, '180')]) == [1.0, 0.0], name  # SQuAD drops the point of '18.0'
+
+
 def test_number_refuses_what_ragens_numeric_rule_accepts():
   """RAGEN's compares the first number without its sign; so '17 18' is 17, -3 is 3 and 1,234 is 1."""
   right = [('18', '18.0'), ('1,234', '1234'), (18, '$18'), ('-3', 'The result is -3.'), ('0.5', r'\frac{1}{2}')]
