@@ -28,6 +28,8 @@ _RELATION = re.compile(
   r'[≠≈≡⇒→]|!=|\\(?:ne|neq|approx|equiv|sim|simeq|to|implies|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])'
 )
 _LETTERS = re.compile('[A-Z]{3,}')
+# A numeral with its base, of which math-verify reads the digits alone.
+_IN_BASE = re.compile(r'[+-]?[0-9A-Z]+_(?:\{([0-9]+)\}|([0-9]+))', re.ASCII)
 # What belongs to the expression in a box of a worked solution.
 _BEFORE_BOX = re.compile(r'[-+*/\d][\s$({]*\\f?box')
 # What an answer may be equal to: an unknown or a function, as in 'x=', 'a_1=' and 'f(x)='.
@@ -42,6 +44,12 @@ def _is_chain(answer: str, gold: str) -> bool:
     return True
   sides, equal = _EQUAL.split(answer), len(_EQUAL.findall(gold))
   return len(sides) - 1 > max(equal, 1) or (len(sides) == 2 and not equal and not _UNKNOWN.fullmatch(sides[0]))
+
+
+def _base_of(expression: str) -> str:
+  """The base that a numeral such as '1011_2' names; '' for an expression that is none."""
+  found = _IN_BASE.fullmatch(''.join(expression.split()))
+  return found[1] or found[2] if found else ''
 
 
 def _expression_of(text: str, *, is_gold: bool = False) -> str | None:
@@ -81,7 +89,8 @@ class Math(Verifier):
      several numbers, and would accept '3 + 15' for 18, which a policy learns to copy from the question.
   2. Equal texts, without letter case and white space, are right.
   3. Other expressions are equal if math-verify says so. An answer with several expressions between dollars is refused,
-     and so is one that equates expressions, such as 'a=b', or has words or signs around its box that change it.
+     and so is one that equates expressions, such as 'a=b', or has words or signs around its box that change it. A
+     numeral in another base than the gold's is wrong; one that names no base is taken for one in the gold's.
 
   The limits of time and memory hold for each answer of step 3. An answer beyond them is not right if another answer
   to the same gold is compared within them; otherwise it is a fault.
@@ -151,6 +160,8 @@ class Math(Verifier):
         elif _LETTERS.fullmatch(item.gold[1]) and _LETTERS.fullmatch(''.join(expression.split())):
           # Of letters, such as an order of runners, math-verify would compare the product.
           found[i] = RIGHT if squeezed(expression) == squeezed(item.gold[1]) else WRONG
+        elif _base_of(item.gold[1]) and _base_of(expression) not in ('', _base_of(item.gold[1])):
+          found[i] = WRONG
         else:
           asked[i] = item.gold[1], expression
     if asked:

@@ -112,6 +112,15 @@ def test_letters_are_compared_as_text():
   assert processes.asked == []
 
 
+def test_numerals_in_other_bases_differ():
+  """math-verify reads their digits alone, so all of these would be equal for it."""
+  processes = Sums()
+  pairs = [('1011_2', '1011_3'), ('1011_2', '$1011_{3}$'), ('12_{5}', r'\boxed{12_{7}}'), ('1F_{16}', '1F_{17}')]
+  assert [v.verdict for v in judge(pairs, processes)] == ['wrong'] * 4 and processes.asked == []
+  judge([('1011_2', '1011'), ('1011_2', '1011_{2}'), ('x_1', 'x_2')], processes)
+  assert len(processes.asked) == 3
+
+
 def test_an_answer_that_takes_too_long_is_not_right_if_its_gold_does_not():
   late, right, gold = judge([('a+b', 'hang'), ('a+b', 'b+a'), ('hang', 'a')])
   assert (late.score, late.metrics, late.verdict) == (0.0, {'unreadable': 1.0}, 'timeout') and right.score == 1
