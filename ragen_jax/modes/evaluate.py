@@ -14,7 +14,7 @@ import logging
 import pathlib
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -117,11 +117,11 @@ def _warn_of_other_levels(
   held_out = not warm_start or run['sft'].get('skip_held_out', True)
   trained = {run['envs'][tag]['type'] for tag in trained_on if tag in run['envs']}
   counts = dict(zip(config.eval.tags, build.group_counts(config.eval, 'eval'), strict=True))
-  played = {tag: n for tag, n in counts.items() if config.envs[tag].type in trained}
+  played = {tag for tag in counts if config.envs[tag].type in trained}
   if not played or (same and held_out) or (warm_start and run['sft'].get('skip_held_out_of')):
     return
   try:
-    levels = _levels(config, played, config.eval.first_level)
+    levels = _levels(config, counts, config.eval.first_level, played)
     others = levels
     if held_out:
       own = config.copy_and_resolve_references()
@@ -130,7 +130,7 @@ def _warn_of_other_levels(
         for tag in used['tags']:
           own.envs[tag] = ConfigDict(run['envs'][tag])
       counts = dict(zip(used['tags'], build.group_counts(own.eval, 'eval'), strict=True))
-      others = levels - _levels(own, counts, used['first_level'])
+      others = levels - _levels(own, counts, used['first_level'], counts)
   except (UserError, KeyError, TypeError, ValueError) as e:
     _log.info('the levels that training held out are not known: %s', one_line(e, str))
     return
@@ -142,10 +142,14 @@ def _warn_of_other_levels(
     )  # fmt: skip
 
 
-def _levels(config: ConfigDict, counts: Mapping[str, int], first_level: int) -> set[bytes]:
-  """The levels of some tags, so many of each."""
-  specs = build.env_specs(config, tuple(counts), tuple(counts.values()))
-  return EnvStateManager(specs, 1).levels_from(first_level)
+def _levels(config: ConfigDict, counts: Mapping[str, int], first_level: int, chosen: Collection[str]) -> set[bytes]:
+  """The levels of the chosen tags in an evaluation that plays so many of each; those of a tag follow the last one's."""
+  found: set[bytes] = set()
+  for tag, count in counts.items():
+    if tag in chosen:
+      found |= EnvStateManager(build.env_specs(config, (tag,), (count,)), 1).levels_from(first_level)
+    first_level += count
+  return found
 
 
 def _head(config: ConfigDict, step: int | None, trained_on: list[str]) -> dict[str, Any]:

@@ -118,6 +118,18 @@ def test_a_checkpoint_is_loaded_for_an_evaluator(full_run):
     ragen_jax.load_checkpoint(config, str(workdir), 3)
 
 
+def test_levels_that_follow_those_of_another_tag_are_told(tmp_path, caplog):
+  """A tag's levels begin where those of the tag before it end, so those of FrozenLake depend on the order."""
+  config = small_config(eval__groups=8)
+  record_config(tmp_path, config.to_dict())
+  changed = config.copy_and_resolve_references()
+  for tags, told in ((('FrozenLake', 'Bandit'), []), (('Bandit', 'FrozenLake'), ['8 of 8 levels'])):
+    caplog.clear()
+    changed.eval.update({'tags': tags, 'groups': 16})
+    evaluate._warn_of_other_levels(changed, str(tmp_path), ['FrozenLake'], warm_start=False)
+    assert [re.match('[0-9]+ of [0-9]+ levels', r.getMessage())[0] for r in caplog.records] == told
+
+
 @pytest.mark.slow
 def test_levels_that_training_did_not_hold_out_are_told(full_run, tmp_path, caplog):
   workdir, config, _ = full_run
