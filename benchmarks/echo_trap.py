@@ -10,8 +10,9 @@ KL term of 0.001, a clip of 0.2 on both sides. The search trains it with seed 0 
 critic. The comparison takes the learning rates `RATES` of a game, and adds StarPO-S, each of its changes alone, one
 optimiser step an iteration (the filter leaves one of four), no critic (GRPO), and a rollback after a warning.
 
-A run collapsed if the mean success of its last five iterations is below a half of its best mean over five. The collapse
-began with the last iteration of which the five-iteration mean was above that half.
+A run collapsed if the mean success of its last five iterations is below a half of its best such mean. The means of the
+first four iterations are over the iterations so far, so a run that falls at once is compared with its first iteration.
+The collapse began with the last iteration whose mean was above that half.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def _rounded(x: float | None) -> float | None:
 
 
 def collapsed_at(success: list[float]) -> int | None:
-  """The iteration, from 1, after which the mean over five iterations stays below a half of its maximum; None if it
-  is above at the end, or if it has never been above 0."""
+  """The iteration, from 1, after which the mean of `_means` stays below a half of its maximum; None if it is above at
+  the end, or if it has never been above 0."""
   means = _means(success)
   half = max(means) / 2
   if means[-1] >= half:
@@ -128,7 +129,7 @@ def collapsed_at(success: list[float]) -> int | None:
 
 
 def _means(values: list[float]) -> list[float]:
-  """The mean of each value and the four before it."""
+  """The mean of each value and the four before it, or as many as there are."""
   return [statistics.fmean(values[max(i - _WINDOW + 1, 0) : i + 1]) for i in range(len(values))]
 
 

@@ -12,6 +12,8 @@ def test_a_collapse_is_a_fall_below_half_of_the_best_that_stays():
   assert echo_trap.collapsed_at([0.5] * 20 + [0.0] * 10) == 22
   assert echo_trap.collapsed_at([0.5] * 20 + [0.0] * 10 + [0.5] * 5) is None
   assert echo_trap.collapsed_at([0.0] * 9) is None
+  # A run that falls at once is compared with its first iteration: means of 0.5, 0.25, 0.17, ..., then 0.
+  assert echo_trap.collapsed_at([0.5] + [0.0] * 9) == 2
 
 
 def test_the_first_warning_is_that_of_the_monitor():
