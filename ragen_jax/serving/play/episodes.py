@@ -158,7 +158,9 @@ def build_rollout(
       kept.append((task, played))
   metrics = {f'serving/{name}': float(counts[name]) for name in _COUNTS}
   metrics |= _reward_means(attempt for task in groups for attempt in task.attempts)
-  return (_rollout(kept, settings, decode) if kept else None), metrics
+  # Of dropped groups too, so that a tag has the same number in all rollouts, which may be joined.
+  tags = list(dict.fromkeys(task.tag for task in groups))
+  return (_rollout(kept, tags, settings, decode) if kept else None), metrics
 
 
 _COUNTS = (
@@ -267,8 +269,10 @@ def _reward_means(attempts: Iterable[FinishedAttempt]) -> dict[str, float]:
   return {f'serving/reward/{name}': math.fsum(own) / len(own) for name, own in sums.items() if name}
 
 
-def _rollout(groups: Sequence[tuple[TaskAttempts, Sequence[_Played]]], settings: EpisodeSettings, decode) -> Rollout:
-  """The rollout of groups of G attempts."""
+def _rollout(
+  groups: Sequence[tuple[TaskAttempts, Sequence[_Played]]], tags: Sequence[str], settings: EpisodeSettings, decode
+) -> Rollout:
+  """The rollout of groups of G attempts; their environments are numbered by `tags`."""
   flat = [(g, task, own) for g, (task, played) in enumerate(groups) for own in played]
   lengths = [sum(len(ids) for ids in _pieces(row)) for _, _, own in flat for row in _rows(own)]
   timeline = Timeline(len(flat), max(lengths, default=0))
@@ -289,7 +293,6 @@ def _rollout(groups: Sequence[tuple[TaskAttempts, Sequence[_Played]]], settings:
     if turns and own.metrics:  # those of an episode are sums over its turns
       turns[-1] = dataclasses.replace(turns[-1], metrics=own.metrics)
     episodes.append(Episode(task.tag, group, task.seed, turns, status=own.status, outside=True, error=own.error))
-  tags = list(dict.fromkeys(task.tag for task, _ in groups))
   trajectory = timeline.trajectory(
     group=[group for group, _, _ in flat],
     episode=np.arange(len(flat)),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.agent.episode import Status
+from ragen_jax.agent.rollout import concatenate
 from ragen_jax.algorithms.advantages import AdvantageInputs, compute_advantages
 from ragen_jax.models.vision.encoder import digest
 from ragen_jax.serving.play.episodes import EpisodeSettings, FinishedAttempt, TaskAttempts, build_rollout
@@ -325,6 +326,19 @@ def test_groups_with_missing_attempts_are_dropped_or_learn_from_those_that_came(
   assert _build(nothing)[0] is None
   failed = [_attempt(Agent(), state=AttemptState.FAILED), whole[1]]
   assert [e.status for e in _build(failed)[0].episodes] == [Status.ENV_ERROR, Status.SUCCESS]
+
+
+def test_tags_have_the_same_numbers_in_rollouts_that_dropped_other_groups():
+  """`reward.grouping='inductive'` compares the rows of a tag, also with replayed ones."""
+  whole, nothing = ([_attempt(agent, _reward(1.0)) for _ in range(2)] for agent in (_one_call(), Agent()))
+  of_two = dataclasses.replace(SETTINGS, group_size=2)
+  parts = [
+    build_rollout([TaskAttempts(tag, 0, tuple(own)) for tag, own in tasks], of_two, decode)[0]
+    for tasks in ((('A', nothing), ('B', whole)), (('A', whole), ('B', whole)))
+  ]
+  joined = concatenate(parts, renumber=True)
+  assert [e.tag for e in joined.episodes] == ['B', 'B', 'A', 'A', 'B', 'B']
+  assert joined.trajectory.env.tolist() == [1, 1, 0, 0, 1, 1]
 
 
 def test_calls_that_begin_with_the_same_text_in_a_group_have_the_same_anchor():
