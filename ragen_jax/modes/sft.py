@@ -37,7 +37,7 @@ from ragen_jax.runs.interrupt import Interrupt, Stopped
 from ragen_jax.runs.metrics import MetricWriter
 from ragen_jax.runs.progress import Progress
 from ragen_jax.runs.staging import StagedWorkdir
-from ragen_jax.runs.trackers import TrackerSettings, open_tracker
+from ragen_jax.runs.trackers import TrackerSettings, forget_run, open_tracker
 from ragen_jax.runs.workdir import open_workdir, record_config
 from ragen_jax.sft import conversations, tiny_tokenizer, tiny_vision
 from ragen_jax.sft.data import (
@@ -82,7 +82,7 @@ def train_sft(config: ConfigDict, workdir: str) -> None:
   found = conversations.read(config.sft.data) if config.sft.data else []
   with contextlib.ExitStack() as stack:
     place = stack.enter_context(open_workdir(workdir, write=True))
-    record_config(place, config.to_dict(), free_in_warm_start())
+    record_config(place, config.to_dict(), free_in_warm_start(), anew=functools.partial(forget_run, place))
     use_compilation_cache(config.compilation_cache, place)
     specs = []
     if config.sft.from_scratch or not found:

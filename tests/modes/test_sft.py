@@ -133,6 +133,24 @@ def whole(tmp_path_factory):
   return config, workdir
 
 
+def test_a_warm_start_that_begins_anew_with_another_config_has_a_tracker_run_of_its_own(tmp_path, monkeypatch):
+  """With the record of the earlier one, steps before its last one would not be sent."""
+
+  def ends(*_):
+    raise UserError('the end')
+
+  monkeypatch.setattr(sft, '_examples', ends)
+  config, workdir = _quick(tmp_path, 'a')
+  record = pathlib.Path(workdir) / 'tracker.json'
+  for rate, kept in ((1e-3, True), (1e-3, True), (2e-3, False)):
+    config.sft.learning_rate = rate
+    record.parent.mkdir(exist_ok=True, parents=True)
+    record.write_text('{}')
+    with pytest.raises(UserError, match=r'^the end$'):
+      sft.train_sft(config, workdir)
+    assert record.exists() == kept
+
+
 @pytest.mark.slow
 def test_metrics_are_written_and_explained(whole):
   _, workdir = whole
