@@ -19,7 +19,7 @@ from ml_collections import ConfigDict, config_flags
 from ragen_jax.config import command_line
 from ragen_jax.distributed import processes
 from ragen_jax.runs.interrupt import Stopped, lost_interrupts_again
-from ragen_jax.utils import foreign, host_memory
+from ragen_jax.utils import foreign, host_memory, streams
 from ragen_jax.utils.background import still_compiling
 from ragen_jax.utils.errors import UserError, out_of_memory
 
@@ -171,6 +171,7 @@ def main(argv: list[str]) -> None:
   start, _ = MODES[mode]
   try:
     start(_CONFIG.value, command_line.workdirs(flags.FLAGS))
+    sys.stdout.flush()
   except RuntimeError as e:  # those of JAX are among them
     if line := out_of_memory(e):
       raise UserError(line) from e
@@ -192,6 +193,8 @@ def _suit_allocator(config: ConfigDict) -> None:
 
 def run() -> None:
   """Runs `main` and exits: a `UserError` gives one line and its status, SIGINT the status 130, SIGTERM 143."""
+  streams.open_missing()
+  sys.stdout, sys.stderr = streams.Results(sys.stdout), streams.Messages(sys.stderr)
   try:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by main.py
       signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -142,6 +142,7 @@ def _show_help(argv: list[str]) -> list[str]:
       '\nEvery field of the config is a flag too: --config.FIELD=VALUE (docs/configuration.md lists the fields).\n'
       f'Shipped configs: {", ".join(shipped.names())}.\n'
     )
+    sys.stdout.flush()
     raise SystemExit(0) from None
 
 

@@ -253,7 +253,8 @@ def exit_process(status: int, together: bool = False, reason: str = '') -> None:
   background: compilers cannot be stopped, and the interpreter's own end would abort the process.
   """
   foreign.end_children()
-  sys.stdout.flush()
+  with contextlib.suppress(OSError, UserError):  # the error that ends the process is the one to show
+    sys.stdout.flush()
   sys.stderr.flush()
   if jax.distributed.is_initialized():
     if _watchdog is not None:
