@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import pathlib
 import platform
 from collections.abc import Mapping
@@ -87,9 +88,9 @@ def _path(value: str) -> pathlib.Path:
 def _digest(path: pathlib.Path) -> str:
   """Digest of a file, or of the files of a model's directory."""
   try:
-    if path.is_file():
+    if os.path.isfile(path):  # false for a text that is too long for a path
       files = [path]
-    elif path.is_dir():
+    elif os.path.isdir(path):
       files = sorted(p for p in path.iterdir() if p.suffix in _MODEL_FILES and p.is_file())
     else:
       return _ABSENT

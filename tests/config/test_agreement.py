@@ -102,6 +102,12 @@ def test_files_of_environments_are_found(tmp_path):
   assert before['the files of envs.Other.class_path'] != 'absent'
 
 
+def test_long_texts_are_no_files():
+  config = small_config()
+  config.prompt.text = 'Think before you answer. ' * 20
+  assert _digest(config, 'prompt.text') == 'absent'
+
+
 def test_one_process_compares_nothing(monkeypatch):
   monkeypatch.setattr(agreement, 'versions', lambda: pytest.fail('compared'))
   monkeypatch.setattr(agreement, 'digests', lambda config: pytest.fail('compared'))
