@@ -39,8 +39,8 @@ def check_same_config(config: ConfigDict) -> None:
 def check_same_files(config: ConfigDict) -> None:
   """Raises the same UserError in all processes if one sees other files than the rest; all must call.
 
-  They are those that the config names: models, adapters, prompts, and modules of environments. Large files are compared
-  by their sizes and by blocks of their contents.
+  They are those that the config names: models, adapters, prompts, data, and modules of environments. Large files are
+  compared by their sizes and by blocks of their contents.
   """
   if jax.process_count() > 1:
     with processes.same_errors():
@@ -67,8 +67,17 @@ def digests(config: ConfigDict) -> dict[str, str]:
   found = {'model.preset': _digest(pathlib.Path(presets.resolve(config.model.preset, config.model.path)))}
   for name, value in flatten(config.to_dict()).items():
     if isinstance(value, str) and value and role_of(name) not in _FREE and name not in ('model.preset', 'model.path'):
-      found[name] = _digest(_path(value))
+      found[name] = _digest_of_files(value)
   return {f'the files of {name}': digest for name, digest in found.items()}
+
+
+def _digest_of_files(value: str) -> str:
+  """Digest of the file that a value may mean or, as for data sets, of several separated by commas."""
+  found = _digest(_path(value))
+  if found == _ABSENT and ',' in value:
+    parts = [_digest(_path(part.strip())) for part in value.split(',')]
+    return ' '.join(parts) if set(parts) != {_ABSENT} else _ABSENT
+  return found
 
 
 def _path(value: str) -> pathlib.Path:

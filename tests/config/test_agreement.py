@@ -102,6 +102,17 @@ def test_files_of_environments_are_found(tmp_path):
   assert before['the files of envs.Other.class_path'] != 'absent'
 
 
+def test_each_of_several_data_files_is_compared(tmp_path):
+  config, paths = small_config(), [tmp_path / 'a.jsonl', tmp_path / 'b.jsonl']
+  config.envs.Dataset.path = f'{paths[0]}, {paths[1]}'
+  found = {_digest(config, 'envs.Dataset.path')}
+  assert found == {'absent'}
+  for path in (*paths, *paths):
+    path.write_text('{}\n' * len(found))
+    found.add(_digest(config, 'envs.Dataset.path'))
+  assert len(found) == 5
+
+
 def test_long_texts_are_no_files():
   config = small_config()
   config.prompt.text = 'Think before you answer. ' * 20
