@@ -39,6 +39,7 @@ from ragen_jax.models.checkpoint.config import is_checkpoint
 from ragen_jax.models.checkpoint.export import ExportSettings
 from ragen_jax.models.vision.processor import ProcessorConfig
 from ragen_jax.runs.config_fields import read_by_training
+from ragen_jax.runs.file_digests import data_digests
 from ragen_jax.runs.trackers import TrackerSettings
 from ragen_jax.sampling.sampler import Sampler, Sampling
 from ragen_jax.training import batch_sizes, memory
@@ -429,6 +430,7 @@ def run_settings(config: ConfigDict) -> RunSettings:
     hparams=read_by_training(config.to_dict()),
     compared=(BEST, *(f'{split}/{tag}/success' for tag in config.eval.tags for split in splits)),
     config=config.to_dict(),
+    files=data_digests(config.to_dict()),
   )
 
 

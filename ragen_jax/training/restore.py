@@ -11,6 +11,7 @@ from ragen_jax.distributed import processes
 from ragen_jax.models import identity
 from ragen_jax.runs.checkpoints import Checkpointer
 from ragen_jax.runs.config_fields import free_in_training
+from ragen_jax.runs.file_digests import check_data
 from ragen_jax.runs.workdir import check_recorded
 from ragen_jax.training.curriculum import Curriculum
 from ragen_jax.training.monitor import Monitor, Verdict
@@ -20,14 +21,15 @@ from ragen_jax.utils.errors import UserError
 
 
 def restore(
-  checkpointer: Checkpointer, workdir: str, config: Mapping[str, Any], state: TrainState, replay: ReplayBuffer,
-  monitor: Monitor, curriculum: Curriculum | None = None, unsaved: Mapping[str, str] | None = None,
+  checkpointer: Checkpointer, workdir: str, config: Mapping[str, Any], files: Mapping[str, str], state: TrainState,
+  replay: ReplayBuffer, monitor: Monitor, curriculum: Curriculum | None = None,
+  unsaved: Mapping[str, str] | None = None,
 ) -> tuple[TrainState, str, Verdict | None]:  # fmt: skip
   """Restores the last checkpoint that is not damaged, if there is one.
 
-  It fills `replay`, `monitor` and `curriculum`, too. `config` is the whole config, nested. The arrays of the initial
-  `state` are deleted if there is a checkpoint. `unsaved` is `state.unsaved()`; a checkpoint that was made with other
-  weights is refused.
+  It fills `replay`, `monitor` and `curriculum`, too. `config` is the whole config, nested, and `files` are the digests
+  of its data. The arrays of the initial `state` are deleted if there is a checkpoint. `unsaved` is `state.unsaved()`; a
+  checkpoint that was made with other weights, or of other data, is refused.
 
   Returns:
     The state; the reason why the run was stopped, '' if it was not stopped; and the verdict of the iteration if its
@@ -49,6 +51,7 @@ def restore(
   if 'config' in recorded:  # checkpoints of earlier versions have none
     where = f'checkpoint of step {checkpointer.latest_step()} in {checkpointer.directory}'
     check_recorded(where, recorded['config'], config, *free_in_training(config))
+  check_data(recorded.get('files', {}), files, f'--workdir={workdir}')
   identity.check_unsaved(recorded, unsaved or {}, f'--workdir={workdir}')
   like, kept = state.saved(), {'replay': replay.empty_state(described)}
   if curriculum is not None:

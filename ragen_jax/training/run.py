@@ -52,6 +52,7 @@ class RunSettings:
     hparams: the run's row of TensorBoard's table: config fields by name, nested.
     compared: metrics that the table shows.
     config: the whole config, nested; checkpoints contain it, and one of another config is refused.
+    files: digests of the run's data, see `data_digests`; checkpoints contain them, and one of other data is refused.
   """
 
   num_iterations: int
@@ -65,6 +66,7 @@ class RunSettings:
   hparams: Mapping[str, Any]
   compared: tuple[str, ...]
   config: Mapping[str, Any]
+  files: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +95,13 @@ def open_run(
   deleted. `model` describes the model in the first line. `interrupt` notices signals while the run is open.
 
   Raises:
-    UserError: the checkpoints belong to a warm start, to another config or to another model, or the processes see
-      different checkpoints.
+    UserError: the checkpoints belong to a warm start, to another config, model or data, or the processes see different
+      checkpoints.
   """
   first, unsaved = processes.is_first(), state.unsaved()
   with Checkpointer(workdir, keep=settings.keep, save_best=BEST) as checkpointer:
     state, stopped, unevaluated = restore(
-      checkpointer, workdir, settings.config, state, replay, monitor, curriculum, unsaved
+      checkpointer, workdir, settings.config, settings.files, state, replay, monitor, curriculum, unsaved
     )
     done = state.iteration
     _log.info(greeting(workdir, model, done, settings.num_iterations, stopped, unevaluated=bool(unevaluated)))
@@ -431,7 +433,7 @@ class Run:
       kept: dict[str, Any] = {'replay': replay}
       monitor = self._monitor.state_dict() | {'lr_scale': state.lr_scale}
       meta = {'iteration': state.iteration, 'monitor': monitor, 'stopped': self._stopped, 'replay': described}
-      meta['config'], meta['unsaved'] = dict(self._settings.config), self._unsaved
+      meta |= {'config': dict(self._settings.config), 'files': dict(self._settings.files), 'unsaved': self._unsaved}
       if self._curriculum is not None:
         kept['curriculum'], meta['curriculum'] = self._curriculum.state()
       if unevaluated is not None:

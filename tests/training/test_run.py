@@ -489,6 +489,22 @@ def test_a_checkpoint_of_another_config_is_refused_with_the_difference(tmp_path)
     assert state.iteration == 1  # fields that may change
 
 
+def test_a_run_does_not_go_on_with_other_data_than_its_own(tmp_path):
+  data = tmp_path / 'data.jsonl'
+  fields = {'envs__Dataset__path': str(data), 'train__tags': ('Dataset',), 'checkpoint__every': 1}
+  write_lines(data, [{'question': 'a', 'answer': 'b'}])
+  with _open(tmp_path / 'run', **fields) as (run, state):
+    _finish(run, state.replace(iteration=1))
+  with _open(tmp_path / 'run', **fields) as (_, state):
+    assert state.iteration == 1
+  write_lines(data, [{'question': 'a', 'answer': 'c'}])
+  message = (
+    r'^--workdir=.*/run: the files of envs\.Dataset\.path are not those of the run so far, .* another --workdir$'
+  )
+  with pytest.raises(UserError, match=message), _open(tmp_path / 'run', **fields):
+    pass
+
+
 @pytest.mark.parametrize('part', ['frozen', 'reference'])
 def test_a_run_does_not_go_on_with_other_weights_than_its_own_where_checkpoints_have_none(tmp_path, part):
   def state(value, dtype=jnp.float32):
