@@ -63,6 +63,7 @@ class RolloutApi:
 
   async def claim(self, http: Request, body: dict[str, Any]) -> dict[str, Any] | None:
     """POST /rollouts/claim: the oldest queued rollout, as soon as there is one within `wait_s` seconds."""
+    _known(body, {'worker', 'wait_s'})
     worker, wait_s = body.get('worker', ''), body.get('wait_s', 0.0)
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s < math.inf:
       raise Invalid(f'wait_s={wait_s!r:.40}; allowed: seconds from 0')
@@ -141,7 +142,7 @@ class RolloutApi:
 
   async def cancel(self, http: Request, body: dict[str, Any]) -> dict[str, Any]:
     """POST /rollouts/<id>/cancel."""
-    del body
+    _known(body, set())
     record = await asyncio.to_thread(self._lifecycle.cancel, http.path_params['rollout'])
     self._ended(record.attempt_id)
     return described(record)
@@ -169,7 +170,7 @@ class RolloutApi:
 
   async def heartbeat(self, attempt_id: str, body: dict[str, Any]) -> dict[str, Any]:
     """POST /attempts/<id>/heartbeat."""
-    del body
+    _known(body, set())
     return {'left_s': await asyncio.to_thread(self._lifecycle.heartbeat, attempt_id)}
 
 
@@ -190,7 +191,7 @@ def _reward(reward: Reward) -> dict[str, Any]:
 def _known(body: dict[str, Any], allowed: set[str]) -> None:
   unknown = sorted(set(body) - allowed)
   if unknown:
-    raise Invalid(f'{unknown[0]!r:.60}: there is no such field; allowed: {", ".join(sorted(allowed))}')
+    raise Invalid(f'{unknown[0]!r:.60}: there is no such field; allowed: {", ".join(sorted(allowed)) or "none"}')
 
 
 def _or(value: Any, default: Any) -> Any:
