@@ -32,7 +32,6 @@ from ragen_jax.serving.wire.answers import ENDPOINTS
 from ragen_jax.serving.wire.body import read_json
 from ragen_jax.serving.wire.spec import CallSpec, Kind, header_warnings
 
-_BODY_S = 60.0  # a body must have arrived after so many seconds
 # A client hears that its body is too large only after it has sent all of it; so many further bytes are read.
 _MOST_DROPPED = 1 << 28
 # Requests whose pictures are read at a time.
@@ -151,16 +150,12 @@ class App:
 
   async def _raw(self, http: Request) -> bytes:
     body, size, limit = bytearray(), 0, self._settings.max_body
-    try:
-      async with asyncio.timeout(_BODY_S):
-        async for part in http.stream():
-          size += len(part)
-          if size <= limit:
-            body += part
-          elif size > limit + _MOST_DROPPED:
-            break
-    except TimeoutError as e:
-      raise errors.bad_request('', f'the body did not arrive in {_BODY_S:g} s') from e
+    async for part in http.stream():  # `TimedProtocol` limits the time
+      size += len(part)
+      if size <= limit:
+        body += part
+      elif size > limit + _MOST_DROPPED:
+        break
     if size > limit:
       raise errors.too_large(limit)
     return bytes(body)

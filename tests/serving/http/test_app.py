@@ -6,12 +6,14 @@ import asyncio
 import http.client
 import json
 import threading
+import types
 import urllib.parse
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from ragen_jax.serving.http.app import App
 from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.types import AttemptState, Finish
 from tests.support.scripted import ADMIN, ASK, ScriptedEngine, chat, serve
@@ -477,6 +479,32 @@ def test_a_body_that_is_too_large(tmp_path, engine):
     status, _, raw = call(server, '/v1/chat/completions', b'x' * (48 << 20))
     assert status == 413 and json.loads(raw)['error']['code'] == 'body_too_large'
     assert chat(server.client(server.attempt())).id
+
+
+def test_a_large_body_may_take_minutes():
+  """The protocol gives a request time for its length."""
+  settings = types.SimpleNamespace(max_body=1 << 24, creates=False)
+  app = App(types.SimpleNamespace(lifecycle=None, forget=None, settings=settings), ADMIN, dict).asgi
+  sent, parts = [], [b'{', b'}']
+
+  async def ask():
+    loop = asyncio.get_running_loop()
+    now, passed = loop.time, [0.0]
+    loop.time = lambda: now() + passed[0]
+
+    async def receive():
+      passed[0] += 600.0
+      await asyncio.sleep(0.01)  # timers that are due now run
+      return {'type': 'http.request', 'body': parts.pop(0), 'more_body': bool(parts)}
+
+    async def send(message):
+      sent.append(message)
+
+    headers = [(b'authorization', f'Bearer {ADMIN}'.encode())]
+    await app({'type': 'http', 'method': 'POST', 'path': '/rollouts', 'headers': headers}, receive, send)
+
+  asyncio.run(ask())
+  assert sent[0]['status'] == 409 and not parts, sent  # the body was read: this server creates no rollouts
 
 
 def test_routes_that_do_not_exist(server):
