@@ -18,15 +18,17 @@ from ragen_jax.runs.config_fields import flatten, role_of
 from ragen_jax.runs.file_digests import ABSENT, digest, digest_of_value
 from ragen_jax.utils.errors import UserError
 
-# Roles of fields that may differ between machines: what is written where, and what training does not read.
-_FREE = ('logging', 'other_modes', 'prompt_search', 'warm_start')
+# Roles of fields that may differ between machines, since training does not read them.
+_FREE = ('other_modes', 'prompt_search', 'warm_start')
+_WRITTEN = ('compilation_cache', 'sft.output', 'sft.save_data')  # may differ: where something is written
 _PATHS = ('model.path', 'lora.path', 'prompt.file')  # may differ if the files are equal
 
 
 def check_same_config(config: ConfigDict) -> None:
   """Raises a UserError in all processes if their configs or versions differ; all must call, before anything else."""
   if jax.process_count() > 1:
-    fields = {name: json.dumps(x) for name, x in flatten(config.to_dict()).items() if name not in _PATHS}
+    free = (*_PATHS, *_WRITTEN)
+    fields = {name: json.dumps(x) for name, x in flatten(config.to_dict()).items() if name not in free}
     _check_same({name: text for name, text in fields.items() if role_of(name) not in _FREE} | versions())
 
 
@@ -59,8 +61,9 @@ def digests(config: ConfigDict) -> dict[str, str]:
   Raises UserError if the model cannot be found or read.
   """
   found = {'model.preset': digest(pathlib.Path(presets.resolve(config.model.preset, config.model.path)))}
+  free = ('logging', *_FREE)
   for name, value in flatten(config.to_dict()).items():
-    if isinstance(value, str) and value and role_of(name) not in _FREE and name not in ('model.preset', 'model.path'):
+    if isinstance(value, str) and value and role_of(name) not in free and name not in ('model.preset', 'model.path'):
       found[name] = digest_of_value(value)
   return {f'the files of {name}': value for name, value in found.items()}
 

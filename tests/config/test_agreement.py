@@ -28,6 +28,8 @@ def others(monkeypatch):
   [
     ({'seed': '1'}, 'seed: is 1 in process 1 and 0 in process 0; all processes of a run need the same config'),
     ({'optimizer.actor_lr': '1.0'}, 'optimizer.actor_lr: is 1.0 in process 1 and'),
+    ({'checkpoint.every': '7'}, 'checkpoint.every: is 7 in process 1 and 1 in process 0'),  # all save together
+    ({'monitor.gradients_every': '7'}, 'monitor.gradients_every: is 7 in process 1 and 0 in process 0'),
     ({'envs.FrozenLake.size': '9'}, 'envs.FrozenLake.size: is 9 in process 1 and 4 in process 0'),
     ({'the code of ragen_jax': 'abc'}, 'the code of ragen_jax: is abc in process 1 and'),
     ({'the version of jax': '0.0.1'}, 'the version of jax: is 0.0.1 in process 1 and'),
