@@ -38,7 +38,8 @@ class Field:
 
   def allowed(self) -> str:
     """The values of a refused field that are accepted."""
-    return ' or '.join(['null', *map(repr, self.neutral)]) if self.neutral else 'null, 0 or empty'
+    *first, last = ('null', 'false', '0', 'empty', *map(repr, self.neutral))
+    return f'{", ".join(first)} or {last}'
 
 
 def _honour(name: str, note: str) -> Field:

@@ -58,8 +58,8 @@ def test_refused_fields_may_have_values_without_an_effect():
     Body({'penalty': value, 'best_of': value, 'skipped': 7, 'unknown': 8}, FIELDS)
   Body({'best_of': 1}, FIELDS)
   for name, value, message in (
-    ('penalty', 0.5, 'penalty=0.5: must be null, 0 or empty; why'),
-    ('best_of', 2, 'best_of=2: must be null or 1; use n'),
+    ('penalty', 0.5, 'penalty=0.5: must be null, false, 0 or empty; why'),
+    ('best_of', 2, 'best_of=2: must be null, false, 0, empty or 1; use n'),
   ):
     with pytest.raises(ApiError) as e:
       Body({name: value}, FIELDS)
