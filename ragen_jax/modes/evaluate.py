@@ -67,6 +67,11 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
     raise UserError(f'--mode=eval runs in one process, there are {jax.process_count()}; devices may be many')
   check_eval(config)
   check_config(config, played=('eval',))
+  if config.eval.endpoint and build_agents.plays_agents(config):
+    raise UserError(
+      f'eval.endpoint={config.eval.endpoint!r}: must be empty: programs play {", ".join(config.eval.tags)}, and call '
+      'the model that this command serves'
+    )
   with open_workdir(workdir, write=False) as place:
     return _evaluate(config, place, given)
 

@@ -326,6 +326,17 @@ def test_an_endpoint_plays_the_same_levels(tmp_path, monkeypatch, capsys):
     ({'lora.rank': 4}, r'has checkpoints of another model: lora\.rank was 0 and is 4; .*eval\.step=base'),
     ({'model.path': '{model}'}, r'another model: model\.path was "" and is'),
     ({'eval.endpoint': 'http://127.0.0.1:9/v1', 'eval.endpoint_model': 'm'}, r'eval\.endpoint=.*cannot be reached'),
+    (
+      {
+        'train.tags': ('Agent',),
+        'eval.tags': ('Agent',),
+        'envs.Agent.runner': 'true',
+        'eval.step': 'base',
+        'eval.endpoint': 'http://127.0.0.1:9/v1',
+        'eval.endpoint_model': 'm',
+      },
+      r'^eval\.endpoint=.*: must be empty: programs play Agent, and call the model that this command serves$',
+    ),
     ({'eval.tags': ('Nowhere',)}, r"'Nowhere'.*FrozenLake"),
     (
       {'eval.step': 'none', 'eval.baselines': ('solver',), 'eval.tags': ('Game2048',)},
