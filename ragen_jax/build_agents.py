@@ -233,10 +233,8 @@ def open_players(
     server = stack.enter_context(open_server(settings, model, param_state(model.model), 0, workdir, frozen))
     # Attempts that are queued since before a restart begin at once, and must not be sampled by the initial weights.
     server.pause(drain=False)
-    heartbeat_s = config.serve.heartbeat or 30.0
-    stack.enter_context(
-      run_agents(server, runner, max_concurrency=config.serve.max_concurrency, heartbeat_s=heartbeat_s)
-    )
+    s = config.serve
+    stack.enter_context(run_agents(server, runner, max_concurrency=s.max_concurrency, heartbeat_s=s.heartbeat))
     _log.info('agents call the policy at %s/v1', server.url)
     yield {section: _make_player(config, model, server, section, interrupt) for section in ('train', 'eval')}
 

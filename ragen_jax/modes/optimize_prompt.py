@@ -72,9 +72,7 @@ def optimize_prompt(config: ConfigDict, workdir: str, *, given: bool) -> tuple[R
     frozen = build_frozen.load_frozen(config, policy)
     with (
       open_server(served, policy, params, step or 0, folder, frozen) as server,
-      run_agents(
-        server, runner, max_concurrency=config.serve.max_concurrency, heartbeat_s=config.serve.heartbeat or 30.0
-      ),
+      run_agents(server, runner, max_concurrency=config.serve.max_concurrency, heartbeat_s=config.serve.heartbeat),
       MetricWriter(folder) as writer,
     ):
       _log.info('agents call the policy at %s/v1', server.url)

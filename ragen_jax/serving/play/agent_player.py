@@ -45,6 +45,7 @@ _SECRETS = (
   ADMIN_KEY, 'OPENAI_API_KEY', 'HF_TOKEN', 'HUGGING_FACE_HUB_TOKEN', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN',
 )  # fmt: skip
 _GRACE_S = 10.0  # how long a stopped agent may take to end
+_BEAT_S = 30.0  # between two signs of life of an attempt that needs none; they tell whether the server has ended it
 LOOK_S = 1.0  # between two looks for attempts that are late
 MOST_PRUNED = 10_000  # rollouts that are deleted at a time
 REPORT_S = 60.0  # between two lines about a rollout that waits for workers
@@ -303,13 +304,17 @@ def created(lifecycle: Lifecycle, new: NewRollout) -> RolloutRecord:
 def run_agents(
   server: AgentServer, runner: Runner | None, *, max_concurrency: int, heartbeat_s: float
 ) -> Iterator[None]:
-  """Plays queued tasks with a runner, if there is one, while the block runs; sets `AgentServer.progress`."""
+  """Plays queued tasks with a runner, if there is one, while the block runs; sets `AgentServer.progress`.
+
+  `heartbeat_s` is that of the attempts, see `AttemptLimits`. The runner sends three signs of life in this time for each
+  of them, as `client.heartbeat` does, so that none is late.
+  """
   if runner is None:
     yield
     return
   queue = LocalQueue(server.lifecycle, LOCAL_WORKER, server.url)
   # Longer than a runner takes to kill a program that does not end.
-  with RunnerPool(queue, runner, max_concurrency, heartbeat_s, 2 * _GRACE_S) as pool:
+  with RunnerPool(queue, runner, max_concurrency, heartbeat_s / 3 or _BEAT_S, 2 * _GRACE_S) as pool:
     server.progress = pool.progress
     yield
 

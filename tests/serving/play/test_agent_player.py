@@ -268,6 +268,17 @@ def test_programs_get_the_prompt_of_the_config_and_attempts_with_another_are_pla
     assert claimed.prompt == 'Go.' and Task.from_json(claimed.to_json(), '', 'key').prompt == 'Go.'
 
 
+@pytest.mark.parametrize(('longest', 'between'), [(6.0, 2.0), (0.0, 30.0)])
+def test_a_runner_sends_signs_of_life_before_an_attempt_is_late(monkeypatch, longest, between):
+  made = []
+  empty = contextlib.nullcontext(types.SimpleNamespace(progress=None))
+  monkeypatch.setattr(agent_player, 'RunnerPool', lambda *given: made.append(given) or empty)
+  server = types.SimpleNamespace(lifecycle=None, url='http://x')
+  with agent_player.run_agents(server, object(), max_concurrency=1, heartbeat_s=longest):
+    ((_, _, _, heartbeat_s, _),) = made
+  assert heartbeat_s == between
+
+
 def test_a_stop_waits_longer_than_a_program_may_take_to_be_killed(monkeypatch):
   made = []
 
