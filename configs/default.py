@@ -237,7 +237,8 @@ def get_config(model: str = '') -> ConfigDict:
   config.serve.max_concurrency = 16
   # Longest time of an attempt, in seconds.
   config.serve.timeout = 600.0
-  # Longest time between two signs of life of an attempt, in seconds; calls are signs of life; 0 asks for none.
+  # Longest time between two signs of life of an attempt, in seconds; 0 asks for none. The beginning and the end of a
+  # call are signs of life. The local runner sends signs of life for the attempts that it plays.
   config.serve.heartbeat = 0.0
   # Maximum number of attempts at a rollout; if all fail, the rollout has failed.
   config.serve.max_attempts = 2

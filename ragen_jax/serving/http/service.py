@@ -125,6 +125,8 @@ class Service:
     self._check_names(spec)
     if access.attempt is None:
       return self._begin_outside(spec)
+    if access.rollout.limits.heartbeat_s:  # the reply, which is one too, may come after the limit
+      await asyncio.to_thread(self.lifecycle.heartbeat, access.attempt.attempt_id)
     open_ = await self._sessions.open(access.attempt)
     pixels: Mapping[bytes, np.ndarray] = {}
     if spec.previous_response_id and self.settings.limits.images is not None:

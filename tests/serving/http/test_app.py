@@ -415,6 +415,22 @@ def test_an_attempt_that_ends_during_a_call(server, engine):
   assert found == [410] and server.calls(task) == []
 
 
+def test_a_call_is_a_sign_of_life_when_it_begins_and_when_it_ends(server, engine):
+  engine.held = True
+  task = server.attempt(heartbeat_s=60.0)
+
+  def last():
+    return server.store.ask(Tables.attempt, task.attempt_id).last_heartbeat
+
+  started = last()
+  thread = threading.Thread(target=lambda: chat(server.client(task)))
+  thread.start()
+  call, begun = engine.next_call(), last()
+  call.end()
+  thread.join(PATIENCE)
+  assert started < begun < last()
+
+
 def test_a_full_queue_is_tried_again_by_the_client(server, engine):
   engine.full = True
   with pytest.raises(openai.InternalServerError) as e:
