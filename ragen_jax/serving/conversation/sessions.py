@@ -38,7 +38,7 @@ NEW_ROW_CAUSES = (
   'parallel',  # a running call extends the row
   'thinking',  # the template shows an earlier reply without its thoughts
   'template',  # the template may write the earlier conversation in another way
-  'tools_changed',  # a reply of the conversation was sampled with other tools or template options
+  'tools_changed',  # a reply of the conversation was sampled with other tools
   'edited_history',  # earlier messages were changed or left out
   'fork',  # the row has gone on from the reply that the call continues
   'sub_agent',  # the first call of an agent, with a conversation of its own
