@@ -483,7 +483,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.optimizer.critic_lr = 1e-3
   # Number of initial iterations that train only the critic; with a shared trunk, only the value head.
   config.optimizer.critic_warmup = 0
-  # Optimiser steps over which both learning rates rise from 0.
+  # Optimiser steps over which both learning rates rise linearly. The first step has 1 / warmup_steps of them.
   config.optimizer.warmup_steps = 0
   # Final fraction of the learning rates, reached linearly over all optimiser steps of the run; 1 keeps them constant.
   # If a filter reduces the number of steps, the decay does not reach it.

@@ -112,9 +112,9 @@ class ReplyIndex:
   def parent(self, conversation: Conversation, previous: str) -> tuple[SampledReply | None, int]:
     """The sampled reply that ends the longest beginning of a conversation, and the number of messages up to it.
 
-    The reply was sampled with the same tools and options. Of several such replies, the one whose tool calls have the
-    ids of the conversation's is preferred, then that of the call `previous`, which the client says it continues ('' for
-    none), then the latest. (None, 0) if there is no such reply.
+    The reply's conversation has the same `options`, so the same tools. Of several such replies, the one whose tool
+    calls have the ids of the conversation's is preferred, then that of the call `previous`, which the client says it
+    continues ('' for none), then the latest. (None, 0) if there is no such reply.
     """
     chain = self.chain(conversation.texts)
 
@@ -131,7 +131,7 @@ class ReplyIndex:
     return None, 0
 
   def sampled_otherwise(self, conversation: Conversation, count: int) -> bool:
-    """Whether a reply behind the first `count` messages was sampled here, with other tools or options."""
+    """Whether a reply behind the first `count` messages was sampled here, with other `options`, so other tools."""
     return any(link in self._replies for link in self.chain(conversation.texts)[count:])
 
   def edited(self, conversation: Conversation, count: int) -> bool:
