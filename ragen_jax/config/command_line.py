@@ -8,14 +8,15 @@ import logging
 import os
 import re
 import sys
+import traceback
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.config import shipped
-from ragen_jax.runs.config_fields import REPLACED
-from ragen_jax.utils.errors import UserError, did_you_mean, printable
+from ragen_jax.runs.config_fields import REPLACED, flatten, sections
+from ragen_jax.utils.errors import UserError, describe_error, did_you_mean, printable
 
 TYPES = {int: 'a whole number', float: 'a number', bool: 'true or false'}
 
@@ -99,8 +100,17 @@ def parse(argv: list[str]) -> list[str]:
       return flags.FLAGS(argv)
   except flags.IllegalFlagValueError as e:
     raise UserError(_wrong_value(config, argv, str(e))) from e
+  except flags.UnrecognizedFlagError as e:
+    raise UserError(f'unknown flag --{e.flagname}{_hint(e.flagname, config)}') from e
   except flags.Error as e:
     raise UserError(' '.join(str(e).split())) from e
+
+
+def _hint(name: str, config: ConfigDict) -> str:
+  """The end of an error about an unknown flag: fields of the config with this name, or the most similar flag."""
+  fields = [f'config.{x}' for x in flatten(config.to_dict()) if x == name or x.endswith(f'.{name}')]
+  near = fields[:3] or difflib.get_close_matches(name, list(flags.FLAGS), 1)
+  return f'; did you mean {" or ".join(f"--{x}" for x in near)}?' if near else ''
 
 
 def _check_flags(argv: list[str]) -> None:
@@ -111,8 +121,7 @@ def _check_flags(argv: list[str]) -> None:
     name = argument.split('=', 1)[0].lstrip('-')
     negated = name.startswith('no') and name[2:] in flags.FLAGS
     if argument.startswith('--') and name and not (name in flags.FLAGS or negated or name.startswith('config.')):
-      near = difflib.get_close_matches(name, list(flags.FLAGS), 1)
-      raise UserError(f'unknown flag --{name}' + (f'; did you mean --{near[0]}?' if near else ''))
+      raise UserError(f'unknown flag --{name}{_hint(name, ConfigDict())}')
 
 
 def _with_files(arguments: list[str]) -> list[str]:
@@ -136,7 +145,7 @@ def show_in_help(*holders: flags.FlagHolder) -> None:
 def _show_help(argv: list[str]) -> list[str]:
   """Shows absl's help and exits with status 0; absl itself would exit with status 1."""
   try:
-    return flags.FLAGS(argv)
+    return flags.FLAGS(['--help' if re.fullmatch('--?h', a) else a for a in argv])
   except SystemExit:
     sys.stdout.write(
       '\nEvery field of the config is a flag too: --config.FIELD=VALUE (docs/configuration.md lists the fields).\n'
@@ -153,8 +162,10 @@ def _wrong_value(config: ConfigDict, argv: list[str], message: str) -> str:
     old = config
     for name in match.group(1).split('.'):
       old = old[name]
+    given = _find_value(argv, re.escape(f'config.{match.group(1)}')) or ''
+    if isinstance(old, ConfigDict):
+      return f'--config.{match.group(1)}={given}: is a section; its fields are {", ".join(sorted(old)) or "none"}'
     if type(old) in TYPES:
-      given = _find_value(argv, re.escape(f'config.{match.group(1)}')) or ''
       return f'--config.{match.group(1)}={given}: must be {TYPES[type(old)]}, like the {old} of the config'
   return ' '.join(message.split())
 
@@ -163,7 +174,9 @@ def _value_of(argv: list[str], flag: str) -> str:
   """Like `_find_value`, but raises UserError if the flag is missing."""
   value = _find_value(argv, flag)
   if value is None:
-    raise UserError(f'--{flag}=FILE is missing, for instance --{flag}=configs/frozenlake_ppo.py')
+    raise UserError(
+      f'--{flag}=FILE is missing, for instance --{flag}=configs/frozenlake_ppo.py; --help lists the flags'
+    )
   return value
 
 
@@ -182,8 +195,8 @@ def load_config(value: str, flag: str = '--config=') -> ConfigDict:
   """Loads 'FILE' or 'FILE:VARIANT'; FILE is relative to the working directory, or the name of a shipped config.
 
   The config flag loads the file again later. Errors are raised here, because the flag would show a traceback. Raises
-  UserError if there is no such file or shipped config, or the file has no config; the error shows `flag` before its
-  name.
+  UserError if there is no such file or shipped config, or the file fails or returns no config; the error shows `flag`
+  before its name.
   """
   name, colon, variant = value.partition(':')
   path = shipped.find_file(name)
@@ -192,17 +205,43 @@ def load_config(value: str, flag: str = '--config=') -> ConfigDict:
   spec = importlib.util.spec_from_file_location('_config_of_the_command_line', path)
   if spec is None or spec.loader is None:
     raise UserError(f'{flag}{name}: is not a Python file')
-  module = importlib.util.module_from_spec(spec)
   with shipped.importable(path):
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, 'get_config', None)):
-      raise UserError(f'{flag}{name}: has no function get_config')
     try:
-      return module.get_config(variant) if colon else module.get_config()
-    except TypeError as e:
-      if colon and 'positional argument' in str(e):
-        raise UserError(f'{flag}{value}: {name} has no variants') from e
+      module = importlib.util.module_from_spec(spec)
+      spec.loader.exec_module(module)
+      if not callable(getattr(module, 'get_config', None)):
+        raise UserError(f'{flag}{name}: has no function get_config')
+      config = module.get_config(variant) if colon else module.get_config()
+    except (UserError, MemoryError):
       raise
+    except Exception as e:
+      if colon and isinstance(e, TypeError) and 'positional argument' in str(e):
+        raise UserError(f'{flag}{value}: {name} has no variants') from e
+      # ml_collections quotes its messages, as KeyError does.
+      told = describe_error(e).replace('\\n', ' ').replace("\\'", "'")
+      raise UserError(f'{flag}{name}: {_place(e, path)}{told}') from e
+  _check_sections(config, f'{flag}{name}')
+  return config
+
+
+def _place(error: Exception, path: str) -> str:
+  """'line 3: ' for an error of the third line of a file; '' if it is of none."""
+  lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+  if isinstance(error, SyntaxError) and error.filename == path:
+    lines.append(error.lineno)
+  return f'line {lines[-1]}: ' if lines and lines[-1] else ''
+
+
+def _check_sections(config: Any, where: str) -> None:
+  """Raises UserError, which begins with `where`, if what a file returns is no config of this program."""
+  if not isinstance(config, ConfigDict):
+    raise UserError(f'{where}: get_config returns a {type(config).__name__}; it must return a ConfigDict')
+  lacking = [name for name in sections() if not isinstance(config.get(name), ConfigDict)]
+  if lacking:
+    raise UserError(
+      f'{where}: is no config of ragen-jax, because it lacks the section{"s" * (len(lacking) > 1)} '
+      f'{", ".join(lacking)}; begin with configs.default.get_config()'
+    )
 
 
 def check_field(config: Any, field: str, flag: str = '--config.') -> None:

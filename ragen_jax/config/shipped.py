@@ -38,10 +38,10 @@ def find_file(name_or_path: str) -> str | None:
 
 
 def suggest(path: str) -> str:
-  """The end of an error about a missing file: the shipped config with a similar name, or the names of all."""
+  """The end of an error about a missing file: shipped configs with a similar name, or the names of all."""
   name = os.path.splitext(os.path.basename(path))[0]
-  close = difflib.get_close_matches(name, names(), n=1)
-  return f'did you mean {close[0]}?' if close else f'shipped configs are {", ".join(names())}'
+  close = [x for x in names() if name and x.startswith(name)] or difflib.get_close_matches(name, names(), n=1)
+  return f'did you mean {" or ".join(close)}?' if close else f'shipped configs are {", ".join(names())}'
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import textwrap
 from typing import Any
 
 from ragen_jax.models.checkpoint.config import CONFIG_FILE, VALUE_HEAD_FILE, read_config
@@ -302,7 +303,7 @@ def _download(preset: str, repository: str) -> str:
   try:
     return snapshot_download(repository, allow_patterns=list(_DOWNLOADED), ignore_patterns=list(_NOT_DOWNLOADED))
   except Exception as e:  # the exceptions of the transport differ between versions
-    reason = ' '.join(f'{type(e).__name__}: {e}'.split())[:200]
+    reason = textwrap.shorten(f'{type(e).__name__}: {e}', 200, placeholder=' ...')
     raise UserError(
       f'model.preset={preset!r}: {repository} cannot be downloaded ({reason}); with the weights in a directory, '
       'give --config.model.path=DIR'

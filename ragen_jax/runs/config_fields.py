@@ -178,6 +178,11 @@ def names() -> Iterator[tuple[str, str]]:
         yield f'{section}.{field}'.lstrip('.'), role
 
 
+def sections() -> list[str]:
+  """The names of the sections of a config, sorted."""
+  return sorted({section for of_role in ROLES.values() for section in of_role if section})
+
+
 _ROLE_OF = dict(names())
 
 

@@ -107,7 +107,7 @@ def test_main_itself_fails_in_one_line(tmp_path):
 @pytest.mark.parametrize(
   ('arguments', 'message'),
   [
-    ([], r'^--config=FILE is missing, for instance --config=configs/frozenlake_ppo\.py$'),
+    ([], r'^--config=FILE is missing, for instance --config=configs/frozenlake_ppo\.py; --help lists'),
     (['--config=none.py'], r'^--config=none\.py: there is no such file; '),
     (['--config=FILE.txt'], r'^--config=.*FILE\.txt: is not a Python file$'),
     (['--config=EMPTY.py'], r'^--config=.*EMPTY\.py: has no function get_config$'),
@@ -124,7 +124,20 @@ def test_main_itself_fails_in_one_line(tmp_path):
     (['--mode=view', '--workdir=x', '--config.seed=1'], r'^--config\.seed=1 has no effect with --mode=view$'),
     (['--wordkir=x'], r'^unknown flag --wordkir; did you mean --workdir\?$'),
     (['--config=frozenlake_ppo', '--mode=learn'], r'^flag --mode=learn: '),
-    (['--config=frozenlake_ppo', '--wordkir=x'], r"^Unknown command line flag 'wordkir'"),
+    (['--config=frozenlake_ppo', '--wordkir=x'], r'^unknown flag --wordkir; did you mean --workdir\?$'),
+    (
+      ['--config=frozenlake_ppo', '--num_iterations=2'],
+      r'^unknown flag --num_iterations; did you mean --config\.num_iterations\?$',
+    ),
+    (
+      ['--config=frozenlake_ppo', '--groups=2'],
+      r'^unknown flag --groups; did you mean --config\.eval\.groups or .* or --config\.train\.groups\?$',
+    ),
+    (
+      ['--config=frozenlake_ppo', '--config.model=gpt2'],
+      r'^--config\.model=gpt2: is a section; its fields are .* preset,',
+    ),
+    (['--config=frozenlake'], r'^--config=frozenlake: there is no such file; did you mean .* or frozenlake_ppo or '),
   ],
 )
 def test_what_parsing_refuses(tmp_path, monkeypatch, arguments, message):
@@ -135,6 +148,36 @@ def test_what_parsing_refuses(tmp_path, monkeypatch, arguments, message):
   monkeypatch.setattr(sys, 'argv', argv)
   with pytest.raises(UserError, match=message) as e:
     command_line.parse(argv)
+  assert '\n' not in str(e.value)
+
+
+_DEFAULT = 'from configs import default\n\n\ndef get_config():\n  config = default.get_config()\n'
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('import no_such_package\n', r"line 1: ModuleNotFoundError: No module named 'no_such_package'$"),
+    ('x = 1\ndef get_config(:\n', r'line 2: SyntaxError: invalid syntax'),
+    (f'{_DEFAULT}  config.trian.groups = 3\n', r'line 6: AttributeError: .*trian'),
+    (f"{_DEFAULT}  config.num_iterations = '3'\n", r"line 6: TypeError: .*'num_iterations'"),
+    ('def get_config():\n  pass\n', r'get_config returns a NoneType; it must return a ConfigDict$'),
+    (f'{_DEFAULT}  return config.to_dict()\n', r'get_config returns a dict; it must'),
+    (
+      f"{_DEFAULT}  del config['sft']\n  return config\n",
+      r'is no config of ragen-jax, because it lacks the section sft; begin with configs\.default\.get_config\(\)$',
+    ),
+    (
+      'from ml_collections import ConfigDict\n\n\ndef get_config():\n  return ConfigDict({"model": "gpt2"})\n',
+      r'is no config of ragen-jax, because it lacks the sections agent, .*, model, .*; begin with',
+    ),
+  ],
+)
+def test_a_config_file_with_a_mistake_is_refused_in_one_line(tmp_path, text, message):
+  path = tmp_path / 'own.py'
+  path.write_text(text)
+  with pytest.raises(UserError, match=f'^--config={path}: {message}') as e:
+    command_line.load_config(str(path))
   assert '\n' not in str(e.value)
 
 
@@ -160,8 +203,9 @@ def test_a_tilde_that_the_shell_left_is_the_home_directory(monkeypatch, tmp_path
   assert command_line.workdirs(values) == [f'{tmp_path}/runs/a']
 
 
-def test_help_lists_the_modes_and_the_shipped_configs():
-  result = copy_main('--help')
+@pytest.mark.parametrize('flag', ['--help', '-h'])
+def test_help_lists_the_modes_and_the_shipped_configs(flag):
+  result = copy_main(flag)
   assert result.returncode == 0 and result.stderr == ''
   modes = '<train|eval|sft|play|view|export|plan|serve|optimize_prompt|plot>'
   for text in ('--config:', '--workdir:', modes, 'frozenlake_ppo'):
