@@ -396,7 +396,7 @@ def by_tag() -> ConfigDict:
   envs.Dataset = ConfigDict(
     {
       'type': 'dataset',
-      # Files of questions, separated by commas: .jsonl, .json or .parquet; one of `path`, `generator` and `hub` is set.
+      # Files of questions, with commas: .jsonl, .json, .csv or .parquet; one of `path`, `generator` and `hub` is set.
       'path': '',
       # 'reasoning_gym:NAME' generates the questions.
       'generator': '',
@@ -611,7 +611,7 @@ def by_tag() -> ConfigDict:
   envs.Lean = ConfigDict(
     {
       'type': 'lean',
-      # Files of statements, separated by commas: .jsonl, .json or .parquet; either `path` or `hub` is set.
+      # Files of statements, separated by commas: .jsonl, .json, .csv or .parquet; either `path` or `hub` is set.
       'path': '',
       # A data set's name on the Hugging Face Hub, or a local folder of one.
       'hub': '',
@@ -743,7 +743,7 @@ def by_tag() -> ConfigDict:
   envs.SVG = ConfigDict(
     {
       'type': 'svg',
-      # Drawings of your own: a folder of .svg files, a pattern, or a .jsonl, .json or .parquet file; '' makes targets.
+      # Drawings of your own: a folder of .svg files, a pattern, a .jsonl, .json, .csv or .parquet file. '' makes some.
       'path': '',
       # Name of the field with the drawing's text in the rows of such a file.
       'field': 'svg',

@@ -125,7 +125,7 @@ _WORKDIR = flags.DEFINE_multi_string(
   'workdir',
   None,
   'Directory of the run. The default is runs/<name of the config>; for sft, runs/<name>-sft, unless the name of the '
-  'config begins with sft_. --mode=plot accepts several.',
+  'config begins with sft_. --mode=plot accepts several',
 )  # fmt: skip
 _OUTPUT = flags.DEFINE_string(
   'output',

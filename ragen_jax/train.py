@@ -24,7 +24,7 @@ from ragen_jax import build, build_agents
 from ragen_jax.agent.language_model import LanguageModel
 from ragen_jax.config.agreement import check_same_config, check_same_files
 from ragen_jax.config.checks import check_config
-from ragen_jax.config.run_checks import parts_of_one_source
+from ragen_jax.config.run_checks import evaluates_training
 from ragen_jax.distributed import processes
 from ragen_jax.evaluation.evaluator import Evaluator
 from ragen_jax.models import presets
@@ -155,7 +155,7 @@ def _claim(config: ConfigDict, workdir: str) -> Iterator[str | StagedWorkdir]:
       check_config(config)
     check_same_files(config)
     with processes.same_errors():
-      if not set(config.train.tags) & set(config.eval.tags) and not parts_of_one_source(config):
+      if not evaluates_training(config):
         _log.info(
           'train.tags=%s, eval.tags=%s: no training environment is evaluated', config.train.tags, config.eval.tags
         )

@@ -102,6 +102,13 @@ def parts_of_one_source(config: ConfigDict) -> list[tuple[str, str]]:
   return [(a, b) for a, b in pairs if all(config.envs[a].get(name) == config.envs[b].get(name) for name in names)]
 
 
+def evaluates_training(config: ConfigDict) -> bool:
+  """Whether the evaluation plays what is trained: a tag, a part of its source, or tasks of the same program."""
+  train, tags = ([config.envs[tag] for tag in tags] for tags in (config.train.tags, config.eval.tags))
+  programs = [{env.runner for env in part if env.type == 'agent'} for part in (train, tags)]
+  return bool({*config.train.tags} & {*config.eval.tags} or parts_of_one_source(config) or programs[0] & programs[1])
+
+
 def _level_files(config: ConfigDict, tags: Sequence[str]) -> dict[str, str]:
   """File of levels -> the tag that reads it."""
   return {os.path.realpath(config.envs[tag].levels): tag for tag in tags if config.envs[tag].get('levels')}

@@ -45,6 +45,7 @@ _COMMANDS = {
   'help': 'the rules and this list',
   'quit': 'end the game',
 }
+_SHORT = {'q': 'quit', 'exit': 'quit'}
 _OVER = "This level is over; 'new' begins the next one.\n"
 
 
@@ -188,6 +189,7 @@ class Person:
       names = [env.typed(piece) for piece in self._context.pieces(0, line)]
       unknown = [name for name in names if env.parse_action(name) is None]
       command = line.strip().lower()
+      command = _SHORT.get(command, command)
       # A word that is both is an action, but a command if actions are free text.
       if not unknown and names and (env.action_words or command not in _COMMANDS):
         return names

@@ -43,7 +43,7 @@ def _plot(workdirs: Sequence[str | StagedWorkdir], output: str | None) -> list[s
   first = os.path.abspath(workdirs[0])
   directory = pathlib.Path(output or os.path.join(first if len(workdirs) == 1 else os.path.dirname(first), 'plots'))
   for panel in PANELS:
-    if panels and panel not in panels:
+    if panels and panel not in panels and not panel.optional:
       _log.info('%s is left out: no run has %s', panel.name, panel.metric)
   paths: list[str] = []
   drawn = [curve for curve in curves if any(run.series for run in curve.runs)]

@@ -223,6 +223,8 @@ def _learn(
       if told:
         watch.load_state_dict(told['watch'])
         log.load_state_dict(told['log'])
+      if done < sft.steps:
+        _log.info('step %d of %d begins; most of the first minute is compilation', done + 1, sft.steps)
       draws = step_rows(shown, sft.batch_size, config.seed + 1, first_step=done)
       for step in range(done + 1, sft.steps + 1):
         last = step == sft.steps

@@ -25,6 +25,7 @@ class Panel:
       are marked.
     from_zero: whether the axis begins at 0.
     spikes: whether the axis becomes logarithmic if some values are far above the others.
+    optional: whether only some kinds of runs have the metric, so that it is not missed.
   """
 
   name: str
@@ -33,6 +34,7 @@ class Panel:
   every_iteration: bool = True
   from_zero: bool = True
   spikes: bool = False
+  optional: bool = False
 
 
 PANELS = (
@@ -42,9 +44,9 @@ PANELS = (
   Panel('entropy', 'actor/entropy', 'Entropy (nats)'),
   Panel('grad_norm', 'actor/grad_norm', 'Gradient norm', spikes=True),
   Panel('response_length', 'response_length/mean', 'Response length (tokens)'),
-  Panel('observation_score', 'train/observation_score', 'Score of described boards'),
-  Panel('prediction_score', 'train/prediction_score', 'Score of predicted boards'),
-  Panel('state_reward', 'train/state_reward', 'State reward of an episode'),
+  Panel('observation_score', 'train/observation_score', 'Score of described boards', optional=True),
+  Panel('prediction_score', 'train/prediction_score', 'Score of predicted boards', optional=True),
+  Panel('state_reward', 'train/state_reward', 'State reward of an episode', optional=True),
 )
 
 # Okabe and Ito's colours, which are distinguishable with any colour vision, without yellow and black.

@@ -8,7 +8,14 @@ import math
 import pytest
 
 from ragen_jax.config.checks import check_config, check_sft
-from ragen_jax.config.run_checks import check_eval, check_levels, check_parts, check_replies, parts_of_one_source
+from ragen_jax.config.run_checks import (
+  check_eval,
+  check_levels,
+  check_parts,
+  check_replies,
+  evaluates_training,
+  parts_of_one_source,
+)
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import assert_refused, small_config
 
@@ -265,6 +272,27 @@ def test_the_parts_of_a_data_set_have_the_same_options(option, value):
   assert_refused(check_parts, config, rf'^envs\.DatasetTest\.{option}=.*: must equal envs\.Dataset\.{option}=')
   config.envs.Dataset.split = 'all'
   check_parts(config)
+
+
+@pytest.mark.parametrize(
+  ('train', 'tags', 'expected'),
+  [
+    (('FrozenLake', 'Bandit'), ('Bandit',), True),
+    (('Navigation',), ('NavigationTest',), True),
+    (('Agent',), ('HeldOut',), True),
+    (('Agent',), ('Other',), False),
+    (('FrozenLake',), ('CoordFrozenLake',), False),
+  ],
+)
+def test_an_evaluation_may_play_what_is_trained_under_another_name(train, tags, expected):
+  config = small_config()
+  with config.unlocked():
+    for name, runner in (('HeldOut', 'python mine.py'), ('Other', 'python other.py')):
+      config.envs[name] = config.envs.Agent.copy_and_resolve_references()
+      config.envs[name].runner = runner
+    config.envs.Agent.runner = 'python mine.py'
+  config.train.tags, config.eval.tags = train, tags
+  assert evaluates_training(config) == expected
 
 
 def test_rooms_of_both_held_out_parts_belong_to_the_training_rooms():

@@ -283,7 +283,8 @@ def test_boards_that_the_model_would_see_are_written_to_a_file():
 
 def test_quit_and_the_end_of_the_input_end_the_play():
   config = _config('Bandit')
-  assert _typed(config, 'quit')[-1] == _typed(config)[-1].lstrip('\n')
+  for word in ('quit', 'q', 'Exit'):
+    assert _typed(config, word)[-1] == _typed(config)[-1].lstrip('\n')
   assert len(_typed(config, ' Quit ', 'Dragon', 'new')) == 2
   assert _typed(config)[-1] == '\nLevels won: 0 of 0 that were played to the end.\n'
 

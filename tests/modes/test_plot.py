@@ -60,6 +60,7 @@ def test_metrics_that_no_run_has_are_left_out(tmp_path, caplog):
   paths = plot.plot([workdir])
   assert paths[0] == f'{workdir}/plots/curves.png' and not [path for path in paths if 'entropy' in path]
   assert 'entropy is left out: no run has actor/entropy' in caplog.text
+  assert 'observation_score' not in caplog.text  # runs without descriptions have none
   assert read(workdir).series['actor/grad_norm'][0].tolist() == [1, 3, 4]
 
 

@@ -42,7 +42,7 @@ class DatasetEnvironment(TextEnvironment):
   Making it checks its options and reads no data. The items are read by `check`, or when they are first needed.
 
   Attributes:
-    path: files of rows, as a tuple or separated by commas: .jsonl, .json, .parquet.
+    path: files of rows, as a tuple or separated by commas: .jsonl, .json, .csv, .parquet.
     generator: instead of `path`, 'reasoning_gym:NAME'.
     generator_options: options of the generator; `size` is its number of items.
     hub: instead of `path`, a data set's name on the Hugging Face Hub, or a local folder of one.

@@ -1,4 +1,4 @@
-"""Rows of data sets, one after another: from files of JSON lines, JSON and parquet, and from Hugging Face data sets.
+"""Rows of data sets, one after another: from files of JSON lines, JSON, CSV and parquet, and from the Hugging Face Hub.
 
 Errors are ValueErrors of one line that name the option, the file, the place and what is allowed. Readers never hold
 more than a part of a file, except for a JSON file that is an object of columns.
@@ -7,6 +7,7 @@ more than a part of a file, except for a JSON file that is an object of columns.
 from __future__ import annotations
 
 import codecs
+import csv
 import json
 import os
 import pathlib
@@ -16,7 +17,7 @@ from typing import Any
 from ragen_jax.envs.dataset.verifiers import INSTALL
 from ragen_jax.utils.errors import describe_error, one_line, short
 
-ENDINGS = ('.jsonl', '.json', '.parquet')
+ENDINGS = ('.jsonl', '.json', '.csv', '.parquet')
 # Larger files are refused, and larger rows too: they would be a mistake, or need more memory than a run should take.
 LARGEST_FILE = 16 << 30
 LARGEST_ROW = 64 << 20
@@ -39,7 +40,7 @@ def read_files(paths: tuple[str, ...], kind: str = 'dataset') -> Iterator[Row]:
   Raises:
     ValueError: a file cannot be read, or a row is not an object; while iterating.
   """
-  readers = {'.jsonl': _read_lines, '.json': _read_json, '.parquet': _read_parquet}
+  readers = {'.jsonl': _read_lines, '.json': _read_json, '.csv': _read_csv, '.parquet': _read_parquet}
   for path in paths:
     where = f'{kind}: path={path!r}'
     check_file(path, kind)
@@ -190,6 +191,25 @@ def _read_array(file: Any, where: str) -> Iterator[Row]:
       return
     if after != ',':
       raise ValueError(f'{where}: after item {number} comes {after!r}; allowed: a comma or ]')
+
+
+def _read_csv(path: str, where: str) -> Iterator[Row]:
+  """The rows of a table of texts with commas, whose first line names the columns; blank lines are skipped."""
+  with open(path, encoding='utf-8-sig', newline='') as file:
+    lines = csv.reader(file, strict=True)
+    try:
+      names = next(lines, [])
+      if len(set(names)) < len(names):
+        raise ValueError(f'{where}: the first line is {short(names)}; allowed: names of columns that differ')
+      for cells in lines:
+        if not cells:
+          continue
+        place = f'{where}: line {lines.line_num}'
+        if len(cells) != len(names):
+          raise ValueError(f'{place}: a row of {len(cells)} cells; allowed: {len(names)}, as the first line names')
+        yield place, dict(zip(names, cells, strict=True))
+    except csv.Error as e:
+      raise ValueError(f'{where}: line {lines.line_num} is no CSV ({one_line(e, str)})') from e
 
 
 def _read_parquet(path: str, where: str) -> Iterator[Row]:

@@ -46,7 +46,7 @@ class LeanEnvironment(TextEnvironment):
   Making it checks its options; it reads no data and asks no server. `check` does both.
 
   Attributes:
-    path: files of rows, as a tuple or separated by commas: .jsonl, .json, .parquet.
+    path: files of rows, as a tuple or separated by commas: .jsonl, .json, .csv, .parquet.
     hub: instead of `path`, a data set's name on the Hugging Face Hub, or a local folder of one.
     hub_options: arguments of `datasets.load_dataset`, see `sources.HUB_OPTIONS`.
     fields: names of the row's fields, see `FIELDS`; '' for none.

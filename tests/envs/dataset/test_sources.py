@@ -30,6 +30,16 @@ def test_all_files_give_the_same_rows(tmp_path):
   assert rows_of(array, lines) == ROWS + ROWS
 
 
+def test_a_table_gives_rows_of_texts(tmp_path):
+  file = tmp_path / 'x.csv'
+  file.write_bytes(b'\xef\xbb\xbfquestion,answer\r\n"1 + 1, or ""two""?\n",2\r\n\r\n\xc3\xa4,\r\n')
+  rows = [{'question': '1 + 1, or "two"?\n', 'answer': '2'}, {'question': 'ä', 'answer': ''}]
+  assert rows_of(file) == rows
+  assert [place.rpartition(' ')[2] for place, _ in sources.read_files((str(file),))] == ['3', '5']
+  pandas = pytest.importorskip('pandas')
+  assert pandas.read_csv(file, dtype=str, keep_default_na=False).to_dict('records') == rows
+
+
 def test_parquet_gives_the_same_rows(tmp_path):
   pyarrow = pytest.importorskip('pyarrow', reason='needs pyarrow, requirements-data.txt')
   parquet = importlib.import_module('pyarrow.parquet')
@@ -61,7 +71,7 @@ def test_an_array_is_read_in_parts_of_any_size(tmp_path_factory, rows, indent, a
   ('name', 'content', 'message'),
   [
     ('a.jsonl', None, r"path='.*a\.jsonl': cannot be read \(No such file or directory\)"),
-    ('a.txt', b'', r"path='.*a\.txt'; allowed: files that end in \.jsonl, \.json, \.parquet"),
+    ('a.txt', b'', r"path='.*a\.txt'; allowed: files that end in \.jsonl, \.json, \.csv, \.parquet"),
     ('a.jsonl', b'{}\n{"question": 1,\n', r'line 2 is no JSON \(Exp.*, column 16\); .*begins .{"question": 1,.$'),
     ('a.jsonl', b'{}\n[1]\n', r'line 2 is \[1\]; allowed: an object'),
     ('a.jsonl', b'{"a": "\xff"}\n', r'line 1 is no JSON|is not UTF-8 text'),
@@ -83,6 +93,13 @@ def test_an_array_is_read_in_parts_of_any_size(tmp_path_factory, rows, indent, a
     ('a.json', b'{"data": {"x": 1}}', r"fields \['data'\]; allowed: an array of objects"),
     ('a.json', b'{"a": ', r'is no JSON \('),
     ('a.json', b'[' * 100_000, r'item 1 is no JSON \('),
+    ('a.csv', b'a,b\n1,2\n3\n', r'line 3: a row of 1 cells; allowed: 2, as the first line names'),
+    ('a.csv', b'a,b\n1,2,3\n', r'line 2: a row of 3 cells; allowed: 2'),
+    ('a.csv', b'a,b,a\n1,2,3\n', r"the first line is \['a', 'b', 'a'\]; allowed: names of columns that differ"),
+    ('a.csv', b'a,b\n1,"2"x\n', r'line 2 is no CSV \('),
+    ('a.csv', b'a,b\n1,"2\n', r'line 2 is no CSV \(unexpected end of data\)'),
+    ('a.csv', b'a\n' + b'1' * 200_000, r'line 2 is no CSV \(field larger than field limit'),
+    ('a.csv', b'a\n\xff\n', r'is not UTF-8 text, byte'),
   ],
 )  # fmt: skip
 def test_wrong_files_are_one_line(tmp_path, name, content, message):
