@@ -41,7 +41,7 @@ from ragen_jax.runs.workdir import need_disk, open_workdir, record_config, set_s
 from ragen_jax.training import memory
 from ragen_jax.training.run import Iteration, open_run
 from ragen_jax.training.trainer import Trainer
-from ragen_jax.utils import host_memory
+from ragen_jax.utils import host_memory, mappings
 from ragen_jax.utils.background import Background
 from ragen_jax.viewer.page import write_page
 
@@ -138,6 +138,7 @@ def _iterate(
       evaluation = run.evaluate_if_due(state, iteration, verdict, evaluator)
       # -- SAVE: a checkpoint, or back to an earlier one
       state = run.finish_iteration(state, iteration, evaluation, verdict)
+      mappings.drop_programs()
 
 
 def _begin_anew(workdir: str | StagedWorkdir) -> None:

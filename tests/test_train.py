@@ -24,6 +24,7 @@ from ragen_jax.runs.interrupt import Stopped
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.runs.workdir import record_config
 from ragen_jax.training.trainer import Trainer
+from ragen_jax.utils import mappings
 from ragen_jax.utils.errors import Diverged, UserError
 from tests.support.configs import small_config
 from tests.support.damage import flip_bytes
@@ -51,6 +52,18 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path, estimato
     'eval-00000000.jsonl.gz', 'eval-00000001.jsonl.gz', 'eval-00000002.jsonl.gz', 'train-00000001.jsonl.gz'
   ]  # fmt: skip
   assert whole[2]['actor/grad_norm'] > 0 and whole[1]['actor/pg_loss'] != whole[2]['actor/pg_loss']
+
+
+@pytest.mark.slow
+def test_a_run_that_drops_its_programs_computes_the_same(tmp_path, monkeypatch, caplog):
+  caplog.set_level('INFO', 'ragen_jax')
+  config = small_config(num_iterations=2, eval__greedy_too=False, eval__every=1)
+  train.train_and_evaluate(config, str(tmp_path / 'kept'))
+  assert 'programs are dropped' not in caplog.text
+  monkeypatch.setattr(mappings, '_MOST', 0)
+  train.train_and_evaluate(config, str(tmp_path / 'dropped'))
+  assert len([m for m in caplog.messages if 'programs are dropped' in m]) == 2
+  assert comparable_metrics(tmp_path / 'kept') == comparable_metrics(tmp_path / 'dropped')
 
 
 @pytest.mark.exhaustive
