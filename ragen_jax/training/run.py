@@ -270,7 +270,10 @@ class Run:
     """
     self._log.evaluation(0, evaluation)
     self._log.metrics.scalars(0, self.timer.pop())
-    for line in (*unplayed_episodes(evaluation.episodes), *invalid_replies(evaluation.episodes)):
+    # Advice is for what is trained, unless it is evaluated under other tags.
+    tags = self._settings.log.train_tags
+    episodes = [e for e in evaluation.episodes if e.tag in tags] or evaluation.episodes
+    for line in (*unplayed_episodes(episodes), *invalid_replies(episodes)):
       _log.warning('before training, %s', line)
     self._log.metrics.flush()  # the first iteration of a large model can take long
     if evaluation.not_finite:

@@ -359,6 +359,17 @@ def test_the_first_evaluation_can_be_read_while_the_first_iteration_runs(tmp_pat
   assert [line['step'] for line in read_metrics(tmp_path)] == [0, 1]
 
 
+@pytest.mark.parametrize('tags', [('FrozenLake', 'Bandit'), ('Bandit',)])
+def test_invalid_replies_of_the_first_evaluation_are_told_of_what_is_trained(tmp_path, caplog, tags):
+  turn = Turn('', 'nothing', [], (0.0,), 0.0, False, 0)
+  episodes = [Episode(tag, 0, 0, [turn] * 2, status=Status.OUT_OF_TURNS) for tag in tags]
+  evaluation = Evaluation({f'val-env/{tag}/success': 0.0 for tag in tags}, episodes, [])
+  with _open(tmp_path, train__tags=('FrozenLake',), eval__tags=tags) as (run, _):
+    run.log_first_evaluation(evaluation)
+  told = [m.split()[2] for m in caplog.messages if 'first replies are not valid' in m]
+  assert told == [f'{tags[0]}:']
+
+
 def test_a_model_whose_numbers_are_not_finite_is_refused_before_training(tmp_path):
   evaluation = dataclasses.replace(_evaluation(0.0), not_finite='9 of 9 sampled log-probs (row 0)')
   with (
