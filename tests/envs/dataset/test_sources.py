@@ -32,8 +32,8 @@ def test_all_files_give_the_same_rows(tmp_path):
 
 def test_a_table_gives_rows_of_texts(tmp_path):
   file = tmp_path / 'x.csv'
-  file.write_bytes(b'\xef\xbb\xbfquestion,answer\r\n"1 + 1, or ""two""?\n",2\r\n\r\n\xc3\xa4,\r\n')
-  rows = [{'question': '1 + 1, or "two"?\n', 'answer': '2'}, {'question': 'ä', 'answer': ''}]
+  file.write_bytes(b'\xef\xbb\xbfquestion,answer\r\n"1 + 1, or ""two""?\r\n",2\r\n\r\n\xc3\xa4,\r\n')
+  rows = [{'question': '1 + 1, or "two"?\r\n', 'answer': '2'}, {'question': 'ä', 'answer': ''}]
   assert rows_of(file) == rows
   assert [place.rpartition(' ')[2] for place, _ in sources.read_files((str(file),))] == ['3', '5']
   pandas = pytest.importorskip('pandas')
