@@ -218,13 +218,11 @@ def _learn(
     ):
       log = SftLog(writer, progress, trainer.schedule, sft.steps, value_loss=sft.value_coef > 0)
       run_log = RunLog(build.log_settings(config), writer, kept, progress)
-      rules = WatchSettings(config.monitor.max_bad_iterations, build.fill(SpikeSettings, config.monitor))
-      watch = StepWatch(rules, trainer.describe_skipped, trainer.watched)
+      watch = _make_watch(config, trainer)
       if told:
         watch.load_state_dict(told['watch'])
         log.load_state_dict(told['log'])
-      if done < sft.steps:
-        _log.info('step %d of %d begins; most of the first minute is compilation', done + 1, sft.steps)
+      log.begin(done + 1)
       draws = step_rows(shown, sft.batch_size, config.seed + 1, first_step=done)
       for step in range(done + 1, sft.steps + 1):
         last = step == sft.steps
@@ -268,6 +266,11 @@ def _learn(
       # After the last checkpoint, so that the same command writes an output that failed without training again.
       _write(config, policy, trainer)
   _log.info('checkpoint: %s; metrics and TensorBoard files: %s', os.path.abspath(sft.output), workdir)
+
+
+def _make_watch(config: ConfigDict, trainer: SftTrainer) -> StepWatch:
+  rules = WatchSettings(config.monitor.max_bad_iterations, build.fill(SpikeSettings, config.monitor))
+  return StepWatch(rules, trainer.describe_skipped, trainer.watched)
 
 
 def _split(config: ConfigDict, data: SftExamples) -> tuple[np.ndarray, np.ndarray]:

@@ -47,6 +47,11 @@ class SftLog:
     """Goes on from `state_dict`."""
     self._skipped, self._spikes = state['skipped'], dict(state['spikes'])
 
+  def begin(self, step: int) -> None:
+    """Writes that a step begins, the first one of this start, unless all are done."""
+    if step <= self._last_step:
+      self._progress.write(f'step {step} of {self._last_step} begins; most of the first minute is compilation')
+
   def due(self, step: int) -> bool:
     """Whether a step is logged."""
     return step % _LOG_EVERY == 0 or step == self._last_step

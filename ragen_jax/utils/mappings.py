@@ -17,13 +17,15 @@ _log = logging.getLogger(__name__)
 def drop_programs(root: str = '/') -> bool:
   """Makes JAX drop its compiled programs if this process has half of the memory mappings that Linux allows it.
 
-  On a CPU, a program of a model with 30 layers has about 600 mappings. A process that reaches `vm.max_map_count`
-  (65,530 by default) is killed by a signal when it compiles the next program. Dropped programs are compiled again, or
-  read from the cache on disk, when they are needed.
+  On a CPU, a program of a large model has hundreds of mappings. A process that reaches `vm.max_map_count` (65,530 by
+  default) is killed by a signal when it compiles the next program. Dropped programs are compiled again, or read from
+  the cache on disk, when they are needed.
 
   Returns:
-    Whether it dropped them; False where there is no limit to read.
+    Whether it dropped them. False on accelerators, whose programs are elsewhere, and where there is no limit to read.
   """
+  if jax.default_backend() != 'cpu':
+    return False
   place = pathlib.Path(root) / 'proc'
   try:
     most = int((place / 'sys/vm/max_map_count').read_text())

@@ -73,6 +73,15 @@ def test_slow_steps_are_told_between_two_lines(writer, monkeypatch, caplog):
   assert told[-2:] == ['steps 21 to 23: 1 of 3 began', 'steps 21 to 23: 2 of 3 began']  # the others have their line
 
 
+def test_the_first_step_of_a_start_is_told_unless_all_are_done(writer):
+  stream = io.StringIO()
+  log = _log(writer, stream)
+  log.begin(_LAST + 1)
+  assert stream.getvalue() == ''
+  log.begin(_LAST)
+  assert stream.getvalue().startswith(f'step {_LAST} of {_LAST} begins; ')
+
+
 def test_skipped_steps_are_counted_from_line_to_line_and_named(writer, tmp_path):
   stream = io.StringIO()
   found = {step: Watched(skipped, 'the loss', [], {}) for step, skipped in ((3, [3]), (9, [7, 8, 9]), (15, [15]))}

@@ -31,6 +31,16 @@ def test_programs_are_dropped_above_half_of_the_limit(tmp_path, monkeypatch, cap
   assert len(caplog.messages) == dropped
 
 
+def test_programs_of_accelerators_are_kept(tmp_path, monkeypatch):
+  (tmp_path / 'proc/sys/vm').mkdir(parents=True)
+  (tmp_path / 'proc/self').mkdir()
+  (tmp_path / 'proc/sys/vm/max_map_count').write_text('1')
+  (tmp_path / 'proc/self/maps').write_text('7f00-7f01 r-xp\n')
+  monkeypatch.setattr(jax, 'clear_caches', lambda: pytest.fail('dropped'))
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  assert not mappings.drop_programs(str(tmp_path))
+
+
 @pytest.mark.skipif(sys.platform != 'linux', reason='Linux has the limit')
 def test_dropped_programs_have_no_mappings_and_compute_the_same_again():
   result = copy_python("""
