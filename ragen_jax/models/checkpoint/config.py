@@ -191,7 +191,7 @@ def _family(raw: dict[str, Any], where: str) -> str:
   names = raw.get('architectures')
   if names is None and raw.get('model_type') in _ARCHITECTURES.values():
     family = raw['model_type']
-  elif isinstance(names, list) and len(names) == 1 and names[0] in _ARCHITECTURES:
+  elif isinstance(names, list) and len(names) == 1 and str(names[0]) in _ARCHITECTURES:
     family = _ARCHITECTURES[names[0]]
   else:
     raise unsupported(raw, 'architectures', f'supported are {", ".join(_ARCHITECTURES)}', where)
@@ -219,7 +219,8 @@ def _check_features(raw: dict[str, Any], architecture: str, where: str) -> None:
 def _has_sliding_window(raw: dict[str, Any], num_layers: int) -> bool:
   """Whether any layer attends to a window only, by the rules of the config classes of `transformers`."""
   if raw.get('layer_types'):
-    return any(kind != 'full_attention' for kind in raw['layer_types'])
+    kinds = raw['layer_types']
+    return not isinstance(kinds, list) or any(kind != 'full_attention' for kind in kinds)
   window = raw.get('sliding_window', 4096) if raw.get('use_sliding_window', False) else None
   return window is not None and raw.get('max_window_layers', 28) < num_layers
 

@@ -68,7 +68,8 @@ def _rope(text: dict[str, Any], trunk: QwenConfig, family: str, where: str) -> d
   """The rotary axes of a decoder whose text models have none."""
   rope = text.get('rope_scaling') or text.get('rope_parameters') or {}
   sections = rope.get('mrope_section', _SECTIONS[family])
-  if not isinstance(sections, list) or len(sections) != AXES or sum(sections) != trunk.head_dim // 2:
+  whole = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
+  if not whole or len(sections) != AXES or sum(sections) != trunk.head_dim // 2:
     raise UserError(
       f'{where}: mrope_section={sections!r} must be {AXES} numbers with the sum {trunk.head_dim // 2}, half of head_dim'
     )
@@ -111,7 +112,7 @@ def _tower(vision: dict[str, Any], family: str, ids: dict[str, int], where: str)
 def _blocks(vision: dict[str, Any], field: str, where: str) -> tuple[int, ...]:
   """Indices of blocks, ascending."""
   value, depth = vision.get(field), integer(vision, 'depth', where)
-  if not isinstance(value, list) or sorted(set(value)) != value or not set(value) <= set(range(depth)):
+  if not isinstance(value, list) or value != [i for i in range(depth) if i in value]:
     raise UserError(f'{where}.{field}={value!r} must be ascending indices of the {depth} blocks')
   return tuple(value)
 

@@ -30,7 +30,10 @@ def read(raw: dict[str, Any], num_layers: int, head_dim: int, where: str) -> dic
   if not isinstance(rope, dict) or {*rope} - {FULL, WINDOWED} or not all(isinstance(x, dict) for x in rope.values()):
     raise UserError(f'{where}: rope_parameters={rope!r} must have the objects {FULL!r} and {WINDOWED!r}')
   # Older files have those of full attention where other models have theirs.
-  full = {'rope_theta': raw.get('rope_theta') or _THETA} | (raw.get('rope_scaling') or {}) | rope.get(FULL, {})
+  older = raw.get('rope_scaling') or {}
+  if not isinstance(older, dict):
+    raise UserError(f'{where}: rope_scaling={older!r} must be an object')
+  full = {'rope_theta': raw.get('rope_theta') or _THETA} | older | rope.get(FULL, {})
   own = {'rope_theta': raw.get('rope_local_base_freq') or _WINDOW_THETA} | rope.get(WINDOWED, {})
   theta, scaling = rope_config.read({'rope_parameters': full}, 'gemma3', where)
   return {

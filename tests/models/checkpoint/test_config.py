@@ -93,6 +93,8 @@ def test_rope_theta_is_found_where_any_version_puts_it(checkpoint, remove, chang
     ({'rope_parameters': {'full_attention': {'rope_theta': 1e6}}}, ['rope_parameters', 'layer to layer']),
     ({'use_sliding_window': True, 'sliding_window': 8, 'max_window_layers': 1}, ['use_sliding_window']),
     ({'layer_types': ['full_attention', 'sliding_attention']}, ['layer_types', 'sliding_attention']),
+    ({'layer_types': True}, ['layer_types', 'True']),
+    ({'architectures': [['Qwen2ForCausalLM']]}, ['architectures', 'Qwen2ForCausalLM']),
     (
       {'architectures': ['Qwen3ForCausalLM'], 'model_type': 'qwen3', 'attention_bias': True},
       ['attention_bias', 'True'],

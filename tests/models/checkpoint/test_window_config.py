@@ -84,6 +84,7 @@ def test_fields_are_found_where_any_version_puts_them(saved, remove, changes, ex
     ({'attention_bias': True}, 'attention_bias=True is not supported'),
     ({'hidden_activation': 'gelu'}, "hidden_activation='gelu' is not supported; only 'gelu_pytorch_tanh' is"),
     ({'rope_scaling': {'rope_type': 'yarn', 'factor': 8.0}}, "rope_type='yarn' is not supported; only 'default'"),
+    ({'rope_scaling': 'linear'}, "rope_scaling='linear' must be an object"),
     ({'rope_scaling': {'rope_type': 'linear', 'factor': 0}}, 'factor=0 must be a positive number'),
     ({'rope_parameters': {'rope_theta': 1e6}}, "must have the objects 'full_attention' and 'sliding_attention'"),
     ({'rope_parameters': {FULL: 1e6}}, "must have the objects 'full_attention' and 'sliding_attention'"),
