@@ -39,6 +39,7 @@ from ragen_jax.utils import host_memory
 from tests.support import learning
 from tests.support.configs import small_config
 from tests.support.models import HYBRID, WINDOWS
+from tests.support.paths import ROOT
 from tests.support.seeing import seeing_config, seeing_policy
 
 # As for an accelerator: ordered for memory. The machine code is not run.
@@ -256,6 +257,20 @@ def test_the_whole_is_within_a_tenth_of_what_compilers_of_accelerators_need(
     made, logits_chunk=2048, width=3712, reference=False, platform=platform, images=None, dtype='bfloat16'
   )
   assert found.total(columns, remat) == pytest.approx(found.kept + needed * 2**30, rel=0.1)
+
+
+def test_the_choice_that_the_docs_quote_is_that_of_a_run():
+  config = api.load_config('frozenlake_ppo:qwen2.5-0.5b', {})
+  made = dataclasses.replace(_pretrained('qwen2.5-0.5b'), mesh=AbstractMesh((8, 1, 1), AXES))
+  sizes, limit = build.size_settings(config, made), 0.9 * 16 * 2**30
+  found = memory.update_memory(
+    made, logits_chunk=config.model.logits_chunk, width=sizes.widest, reference=False, platform='tpu', images=None,
+    dtype='bfloat16',
+  )  # fmt: skip
+  chosen = batch_sizes.batching(sizes, lambda: found, lambda: limit)
+  remat = batch_sizes.remat_settings(config.model.remat, made.model.policy, lambda: found, lambda: limit)
+  line = batch_sizes.describe(sizes, chosen, remat, found, limit)
+  assert line in (ROOT / 'docs' / 'memory.md').read_text(encoding='utf-8').splitlines()
 
 
 @functools.cache
