@@ -1,7 +1,8 @@
-"""One whole iteration of a model of Qwen2.5-0.5B's shape, with its tokenizer, on a CPU, in the memory of a laptop."""
+"""Whole iterations of models of the shapes of Qwen2.5-0.5B and Qwen3.5-0.8B on a CPU, in the memory of a laptop."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,9 +18,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from ragen_jax import api, build
-from ragen_jax.models.checkpoint.config import read_config
+from ragen_jax.models import presets
+from ragen_jax.models.checkpoint.config import hf_config, read_config
 from ragen_jax.models.checkpoint.names import weights
-from ragen_jax.models.qwen_config import QwenConfig
 from ragen_jax.planning.host_fit import as_it_runs
 from ragen_jax.runs.metrics import read_metrics
 from ragen_jax.training import batch_sizes
@@ -27,7 +28,6 @@ from ragen_jax.training.memory import WORKSPACE
 from tests.support.paths import ROOT
 
 FLAGS = [
-  '--config=configs/frozenlake_ppo.py:qwen2.5-0.5b',
   '--config.num_iterations=1',
   '--config.train.groups=2',
   '--config.train.group_size=2',
@@ -45,19 +45,12 @@ MEMORY = 15 << 30
 PROCESS = 2**29 + WORKSPACE
 
 
-def _write_checkpoint(directory, tokenizer_dir):
+def _write_checkpoint(directory, tokenizer_dir, cfg):
   """Random weights of the full shape, in one bfloat16 file as the hub has it."""
   directory.mkdir()
   for name in ('tokenizer.json', 'tokenizer_config.json'):
     shutil.copyfile(tokenizer_dir / name, directory / name)
-  cfg = QwenConfig()  # the defaults are Qwen2.5-0.5B
-  config = {
-    'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2', 'vocab_size': cfg.vocab_size,
-    'hidden_size': cfg.hidden_size, 'intermediate_size': cfg.intermediate_size,
-    'num_hidden_layers': cfg.num_layers, 'num_attention_heads': cfg.num_heads,
-    'num_key_value_heads': cfg.num_kv_heads, 'rope_theta': cfg.rope_theta, 'rms_norm_eps': cfg.rms_norm_eps,
-    'tie_word_embeddings': cfg.tie_word_embeddings, 'eos_token_id': 151643,
-  }  # fmt: skip
+  config = hf_config(cfg, np.dtype(ml_dtypes.bfloat16), str(tokenizer_dir))
   (directory / 'config.json').write_text(json.dumps(config))
   assert read_config(str(directory)) == cfg
   rng = np.random.default_rng(0)
@@ -68,7 +61,6 @@ def _write_checkpoint(directory, tokenizer_dir):
     return (0.02 * rng.standard_normal(weight.hf_shape, np.float32)).astype(ml_dtypes.bfloat16)
 
   save_file({w.name: tensor(w) for w in weights(cfg)}, directory / 'model.safetensors', metadata={'format': 'pt'})
-  return cfg
 
 
 def _planned(log, model):
@@ -84,13 +76,11 @@ def _planned(log, model):
   return found.total(columns, remat.choose(columns)), limit
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(not hasattr(os, 'wait4'), reason='measures the memory of a child as POSIX does')
-def test_a_whole_iteration_at_full_size(tmp_path, qwen_tokenizer_dir):
-  cfg = _write_checkpoint(tmp_path / 'model', qwen_tokenizer_dir)
-  workdir = tmp_path / 'run'
-  command = [sys.executable, 'main.py', *FLAGS, f'--config.model.path={tmp_path / "model"}', f'--workdir={workdir}']
+def _run(tmp_path, preset):
+  """A run of one iteration: its log, the peak memory of its process in bytes, and its metrics by step."""
+  workdir, model = tmp_path / 'run', tmp_path / 'model'
+  config = f'--config=configs/frozenlake_ppo.py:{preset}'
+  command = [sys.executable, 'main.py', config, *FLAGS, f'--config.model.path={model}', f'--workdir={workdir}']
   start = time.monotonic()
   with (tmp_path / 'log').open('w+') as log:
     child = subprocess.Popen(command, cwd=ROOT, env=os.environ | {'JAX_PLATFORMS': 'cpu'}, stdout=log, stderr=log)
@@ -102,13 +92,13 @@ def test_a_whole_iteration_at_full_size(tmp_path, qwen_tokenizer_dir):
     assert child.returncode == 0, text[-5000:]
   peak = usage.ru_maxrss * (1024 if sys.platform == 'linux' else 1)
   print(f'{time.monotonic() - start:.0f} s, peak memory {peak / 2**30:.1f} GiB')
-  planned, limit = _planned(text, tmp_path / 'model')
-  assert peak < MEMORY and peak < limit + PROCESS
-  assert peak > 4 * 4 * sum(w.size for w in weights(cfg))  # weights, gradients and Adam's moments, in float32
-  assert peak == pytest.approx(planned + PROCESS, rel=0.15)
-
   assert (workdir / 'checkpoints' / '1').is_dir()
   rows = {row['step']: row for row in read_metrics(workdir)}
+  shutil.rmtree(workdir)
+  return text, peak, rows
+
+
+def _check(rows):
   assert set(rows) == {0, 1}
   for row in rows.values():
     assert all(math.isfinite(value) for value in row.values()), row
@@ -117,4 +107,31 @@ def test_a_whole_iteration_at_full_size(tmp_path, qwen_tokenizer_dir):
   assert rows[1]['actor/grad_norm'] > 0
   assert rows[1]['rollout/logprob_gap_max'] < 1e-2  # the update's forward pass agrees with the sampler's
   assert 0 <= rows[1]['val-env/FrozenLake/success'] <= rows[1]['val-env/FrozenLake/optimal']
-  shutil.rmtree(workdir)
+
+
+_measures_children = pytest.mark.skipif(not hasattr(os, 'wait4'), reason='measures the memory of a child as POSIX does')
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@_measures_children
+def test_a_whole_iteration_at_full_size(tmp_path, qwen_tokenizer_dir):
+  cfg = presets.shape('qwen2.5-0.5b', '')
+  _write_checkpoint(tmp_path / 'model', qwen_tokenizer_dir, cfg)
+  text, peak, rows = _run(tmp_path, 'qwen2.5-0.5b')
+  planned, limit = _planned(text, tmp_path / 'model')
+  assert peak < MEMORY and peak < limit + PROCESS
+  assert peak > 4 * 4 * sum(w.size for w in weights(cfg))  # weights, gradients and Adam's moments, in float32
+  assert peak == pytest.approx(planned + PROCESS, rel=0.15)
+  _check(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@_measures_children
+def test_an_iteration_of_a_hybrid_with_adapters(tmp_path, qwen_tokenizer_dir):
+  cfg = dataclasses.replace(presets.shape('qwen3.5-0.8b', ''), vision=None)
+  _write_checkpoint(tmp_path / 'model', qwen_tokenizer_dir, cfg)
+  _, peak, rows = _run(tmp_path, 'qwen3.5-0.8b-lora')
+  assert 4 * sum(w.size for w in weights(cfg)) < peak < 20 << 30
+  _check(rows)
