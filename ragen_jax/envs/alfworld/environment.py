@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ragen_jax.envs.alfworld import library
-from ragen_jax.envs.dataset import selection
-from ragen_jax.envs.options import check_choice, check_flag, check_processes, check_seconds, check_text
-from ragen_jax.envs.outside.base import TextEnvironment
-from ragen_jax.envs.outside.processes import GameProcesses, IndexedSession, game_processes
+from ragen_jax.envs.options import check_choice, check_text
+from ragen_jax.envs.outside.adventures import AdventureEnvironment
 
 # One command; the game decides whether it is possible.
 _COMMAND = re.compile(r"[a-z0-9][a-z0-9' -]{0,99}", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ALFWorldEnvironment(TextEnvironment):
+class ALFWorldEnvironment(AdventureEnvironment):
   """Household tasks. An action is a command in words. docs/alfworld.md describes the options for users.
 
   Making it checks its options and reads no files. The games are read by `check`, or when they are first needed.
@@ -34,10 +32,6 @@ class ALFWorldEnvironment(TextEnvironment):
   """
 
   name: ClassVar[str] = 'alfworld'
-  state_label: ClassVar[str] = 'Observation'
-  has_expert: ClassVar[bool] = True
-  has_legal_actions: ClassVar[bool] = True
-  any_thread: ClassVar[bool] = True
   action_help: ClassVar[str] = "An action is one command, such as 'go to desk 1' or 'take mug 2 from shelf 1'."
 
   path: str = ''
@@ -55,22 +49,17 @@ class ALFWorldEnvironment(TextEnvironment):
       raise ValueError(f'alfworld: tasks={self.tasks!r}; allowed: (), or some of {", ".join(library.TASKS)}')
     for task in self.tasks:
       check_choice('alfworld', 'tasks', task, library.TASKS)
-    check_flag('alfworld', 'show_commands', self.show_commands)
-    if self.processes == 0 and not isinstance(self.processes, bool):
-      raise ValueError("alfworld: processes=0; allowed: from 1, since TextWorld's engine breaks in threads")
-    check_processes('alfworld', self.processes, self.memory_mib, 1)
-    check_seconds('alfworld', 'step_timeout_s', self.step_timeout_s)
+    self._check_play('engine')
 
   # -- text ------------------------------------------------------------------------------------------------------------
 
   def rules(self) -> str:
-    text = (
+    return self._with_commands(
       'You are in a household and have a task, which the first text tells. Look for what it needs, and fulfil it. You '
       'can hold one thing. Commands are such as: go to X, open X, close X, take X from Y, move X to Y, use X, heat X '
       'with Y, cool X with Y, clean X with Y, slice X with Y, examine X, look, inventory. Names have numbers, such as '
       'cabinet 2. Nothing happens if a command is not possible. Fulfilling the task pays 1.'
     )
-    return text + ' Each text ends with the commands that are possible.' * bool(self.show_commands)
 
   def parse_action(self, text: str) -> str | None:
     """The command with single blanks; None for what has other signs than a command, such as several commands."""
@@ -84,27 +73,11 @@ class ALFWorldEnvironment(TextEnvironment):
     """The games that are played, in the order of their paths; ValueError, with one line, if they cannot be read."""
     return library.find_games(self.path, self.split, tuple(self.tasks) or library.TASKS)
 
-  def _index(self, seed: int) -> int:
-    return selection.select(seed, len(self.files), 'shuffled')
-
-  def level_id(self, seed: int) -> str:
-    """The identity of the game: equal for equal games of any file, see `library.identity`."""
-    return self.files[self._index(seed)].id
-
-  @functools.cached_property
-  def _processes(self) -> GameProcesses:
-    settings = {
-      'files': tuple(x.path for x in self.files),
-      'tasks': tuple(x.task for x in self.files),
-      'shows_commands': bool(self.show_commands),
-    }
-    limits = {'memory_mib': self.memory_mib, 'step_timeout_s': self.step_timeout_s}
-    return game_processes('alfworld', settings, count=self.processes, **limits)
+  @property
+  def settings(self) -> dict[str, Any]:
+    return {'tasks': tuple(x.task for x in self.files)}
 
   def check(self) -> None:
     """Reads the games, and loads the packages in a process; raises ValueError, with one line, if that fails."""
     library.check_packages()
     self._processes.describe('alfworld: the package textworld')
-
-  def open(self, rows: int) -> IndexedSession:
-    return IndexedSession(self._processes.open(rows), self._index)

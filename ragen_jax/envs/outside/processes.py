@@ -140,9 +140,9 @@ class GameProcesses:
       raise RuntimeError(str(fault))
     return result
 
-  def open(self, rows: int) -> ProcessSession:
-    """A session with one object for each row."""
-    session = ProcessSession(self, next(self._sessions), rows)
+  def open(self, rows: int, start_of: Callable[[Any], Any] = lambda seed: seed) -> ProcessSession:
+    """A session with one object for each row; an object begins with what `start_of` makes of the seed of its level."""
+    session = ProcessSession(self, next(self._sessions), rows, start_of)
     weakref.finalize(session, self._ended.append, session.number)
     return session
 
@@ -168,20 +168,16 @@ class ProcessSession(Session):
   process theirs: their episodes end as faults, and they begin again at their next reset.
   """
 
-  def __init__(self, processes: GameProcesses, number: int, rows: int):
-    """Makes no object yet.
-
-    Args:
-      number: of the session, to tell its rows from those of others.
-    """
+  def __init__(self, processes: GameProcesses, number: int, rows: int, start_of: Callable[[Any], Any]):
+    """Makes no object yet. The number of the session tells its rows from those of others."""
     self.number = number
-    self._processes = processes
+    self._processes, self._start_of = processes, start_of
     self._homes = [0] * rows  # the number of the process that has the row's object; 0 if it has none
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
     """See `Session`. Making a row's object is part of its first reset."""
     self._processes.forget_ended()
-    begun = {row: (seed, member) for row, seed, member in zip(rows, seeds, members, strict=True)}
+    begun = {row: (self._start_of(seed), member) for row, seed, member in zip(rows, seeds, members, strict=True)}
     return self._spread('reset', rows, lambda worker, own: self._reset(worker, {row: begun[row] for row in own}))
 
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
@@ -263,29 +259,3 @@ class ProcessSession(Session):
 
   def _lost(self, worker: Worker) -> Fault:
     return Fault(games.LOST, worker.last_end)
-
-
-class IndexedSession(Session):
-  """A session that numbers games by their index in a list, in place of the seeds of levels."""
-
-  def __init__(self, session: Session, index: Callable[[int], int]):
-    """Args: the session of the processes, and the function from a seed to the index of its game."""
-    self._session, self._index = session, index
-
-  def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
-    return self._session.reset(rows, [self._index(seed) for seed in seeds], members)
-
-  def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    return self._session.step(rows, actions)
-
-  def expert(self, rows: Sequence[int]) -> list[Any]:
-    return self._session.expert(rows)
-
-  def rationale(self, rows: Sequence[int]) -> list[Any]:
-    return self._session.rationale(rows)
-
-  def legal_actions(self, rows: Sequence[int]) -> list[Any]:
-    return self._session.legal_actions(rows)
-
-  def end(self) -> None:
-    self._session.end()

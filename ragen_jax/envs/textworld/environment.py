@@ -5,21 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ragen_jax.envs.base import Budget
 from ragen_jax.envs.dataset import selection
-from ragen_jax.envs.options import (
-  check_choice,
-  check_flag,
-  check_integer,
-  check_processes,
-  check_seconds,
-  check_share,
-  check_text,
-)
-from ragen_jax.envs.outside.base import TextEnvironment
-from ragen_jax.envs.outside.processes import GameProcesses, IndexedSession, game_processes
+from ragen_jax.envs.options import check_choice, check_integer, check_seconds, check_share, check_text
+from ragen_jax.envs.outside.adventures import AdventureEnvironment
 from ragen_jax.envs.textworld import library
 
 REWARDS = ('score', 'win')
@@ -37,7 +28,7 @@ _COMMAND = re.compile(r"(?!tw-)[a-z0-9][a-z0-9' -]{0,99}", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TextWorldEnvironment(TextEnvironment):
+class TextWorldEnvironment(AdventureEnvironment):
   """Text adventures. An action is a command in words. docs/textworld.md describes the options for users.
 
   Making it checks its options and reads no files. The games are read or made by `check`, or when they are first needed.
@@ -59,10 +50,6 @@ class TextWorldEnvironment(TextEnvironment):
   """
 
   name: ClassVar[str] = 'textworld'
-  state_label: ClassVar[str] = 'Observation'
-  has_expert: ClassVar[bool] = True
-  has_legal_actions: ClassVar[bool] = True
-  any_thread: ClassVar[bool] = True
   action_help: ClassVar[str] = "An action is one command, such as 'go north' or 'open box'."
 
   path: str = ''
@@ -92,23 +79,18 @@ class TextWorldEnvironment(TextEnvironment):
     check_choice('textworld', 'split', self.split, selection.SPLITS)
     check_share('textworld', 'test_share', self.test_share)
     check_choice('textworld', 'reward', self.reward, REWARDS)
-    check_flag('textworld', 'show_commands', self.show_commands)
-    if self.processes == 0 and not isinstance(self.processes, bool):
-      raise ValueError("textworld: processes=0; allowed: from 1, since TextWorld's parser breaks in threads")
-    check_processes('textworld', self.processes, self.memory_mib, 1)
-    check_seconds('textworld', 'step_timeout_s', self.step_timeout_s)
+    self._check_play('parser')
     check_seconds('textworld', 'make_timeout_s', self.make_timeout_s)
 
   # -- text ------------------------------------------------------------------------------------------------------------
 
   def rules(self) -> str:
     pays = {'score': 'Each point of the score pays 1.', 'win': 'It pays 1.'}[self.reward]
-    text = (
+    return self._with_commands(
       'You play a text adventure. The first text tells your task; fulfil it to win. Commands are such as: look, goal, '
       'inventory, go north, examine X, take X, take X from Y, drop X, put X on Y, insert X into Y, open X, close X, '
       f'unlock X with Y, lock X with Y, eat X. {pays}'
     )
-    return text + ' Each text ends with the commands that are possible.' * bool(self.show_commands)
 
   def parse_action(self, text: str) -> str | None:
     """The command with single blanks; None for several commands, and for one that is not a part of the story."""
@@ -146,25 +128,11 @@ class TextWorldEnvironment(TextEnvironment):
       )
     return part
 
-  def _index(self, seed: int) -> int:
-    return selection.select(seed, len(self.files), 'shuffled')
-
-  def level_id(self, seed: int) -> str:
-    """The identity of the game: equal for equal games of any file, see `library.identity`."""
-    return self.files[self._index(seed)].id
-
-  @functools.cached_property
-  def _processes(self) -> GameProcesses:
-    settings = {
-      'files': tuple(x.path for x in self.files), 'reward': self.reward, 'shows_commands': bool(self.show_commands)
-    }  # fmt: skip
-    limits = {'memory_mib': self.memory_mib, 'step_timeout_s': self.step_timeout_s}
-    return game_processes('textworld', settings, count=self.processes, **limits)
+  @property
+  def settings(self) -> dict[str, Any]:
+    return {'reward': self.reward}
 
   def check(self) -> None:
     """Reads or makes the games, and loads the package in a process; raises ValueError, with one line, if that fails."""
     library.check_package()
     self._processes.describe('textworld: the package textworld')
-
-  def open(self, rows: int) -> IndexedSession:
-    return IndexedSession(self._processes.open(rows), self._index)
