@@ -104,11 +104,9 @@ class TextEnvironment(Game):
 
   has_solver: ClassVar[bool] = False
   is_outside: ClassVar[bool] = True
-
-  @property
-  def image_form(self) -> ImageForm | None:
-    """Number and size of the images in each observation; None for text alone."""
-    return None
+  image_form: ClassVar[ImageForm | None] = (
+    None  # number and size of the images in each observation; None for text alone
+  )
 
   @abc.abstractmethod
   def open(self, rows: int) -> Session:

@@ -7,25 +7,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ragen_jax.envs.options import (
-  check_action_names,
-  check_legend,
-  check_mapping,
-  check_processes,
-  check_text,
-  check_workers,
-)
-from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
+from ragen_jax.envs.options import check_action_names, check_legend, check_mapping, check_text
+from ragen_jax.envs.outside.base import FREE_TEXT
 from ragen_jax.envs.outside.games import GymnasiumGames
-from ragen_jax.envs.outside.images import ImageForm, check_image_options
-from ragen_jax.envs.outside.local import LocalSession, close_all
-from ragen_jax.envs.outside.processes import game_processes
+from ragen_jax.envs.outside.objects import ObjectEnvironment
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GymnasiumEnvironment(TextEnvironment):
+class GymnasiumEnvironment(ObjectEnvironment):
   """An environment of Gymnasium's registry.
 
   A level is the result of `reset(seed=...)`. Afterwards the environment's generator, `np_random`, is seeded from
@@ -79,15 +70,13 @@ class GymnasiumEnvironment(TextEnvironment):
       'kwargs': check_mapping('gymnasium', 'kwargs', self.kwargs),
       'action_names': check_action_names('gymnasium', self.action_names),
       'symbols': check_legend('gymnasium', 'symbols', self.symbols),
-      '_image_form': check_image_options('gymnasium', self.images, self.image_size),
     }
+    self._check_play()
     if self.images and (self.images > 1 or values['kwargs'].get('render_mode') != 'rgb_array'):
       raise ValueError(f"gymnasium: images={self.images}; allowed: 0, or 1 with render_mode='rgb_array' in kwargs")
     check_text('gymnasium', 'id', self.id, blank=False)
     check_text('gymnasium', 'task', self.task, blank=False)
     check_text('gymnasium', 'action_help', self.action_help)
-    check_workers('gymnasium', self.workers, self.step_timeout_s)
-    check_processes('gymnasium', self.processes, self.memory_mib, self.workers)
     if bool(values['action_names']) == bool(self.parse):
       raise ValueError(
         f'gymnasium: action_names={self.action_names!r}, parse={self.parse!r}; allowed: one of them, the other empty'
@@ -96,25 +85,12 @@ class GymnasiumEnvironment(TextEnvironment):
       values['action_help'] = FREE_TEXT
     for field, value in values.items():
       object.__setattr__(self, field, value)
-    about = self._load_games()
+    fields = ('id', 'kwargs', 'action_names', 'images', 'parse', 'render', 'success')
+    settings = {field: getattr(self, field) for field in fields}
+    about = self._load_games(GymnasiumGames, settings, f'id={self.id!r}')
     object.__setattr__(self, '_warned', [])
     if self.action_names:
       self._check_words(about['text'], about['count'])
-
-  def _load_games(self) -> dict[str, Any]:
-    """Makes what makes the games, and one game, to describe the actions; see `GymnasiumGames.describe`."""
-    fields = ('id', 'kwargs', 'action_names', 'images', 'parse', 'render', 'success')
-    settings = {field: getattr(self, field) for field in fields}
-    if self.processes:
-      limits = {'memory_mib': self.memory_mib, 'step_timeout_s': self.step_timeout_s}
-      games = game_processes('gymnasium', settings, count=self.processes, **limits)
-      about = games.describe(f'gymnasium: id={self.id!r}')
-    else:
-      limits = {'workers': self.workers, 'timeout_s': self.step_timeout_s}
-      games = GymnasiumGames(**settings, close=lambda game: close_all([game], **limits))
-      about = games.describe()
-    object.__setattr__(self, '_games', games)
-    return about
 
   def _check_words(self, space: str, count: int | None) -> None:
     """Raises ValueError if words cannot name the actions of the space, or their number is wrong."""
@@ -123,14 +99,6 @@ class GymnasiumEnvironment(TextEnvironment):
       raise ValueError(f'{wrong}none for {space}, which is not a Discrete space and needs parse')
     if len(self.action_names) != count:
       raise ValueError(f'{wrong}one word for each action of {space}, or parse')
-
-  @property
-  def any_thread(self) -> bool:
-    return self.workers > 0
-
-  @property
-  def image_form(self) -> ImageForm | None:
-    return self._image_form
 
   def rules(self) -> str:
     return self.task
@@ -148,9 +116,3 @@ class GymnasiumEnvironment(TextEnvironment):
       self._warned.append(text)
       _log.warning('gymnasium: parse=%r raised %s; such text is not an action', self.parse, problem)
     return action if valid else None
-
-  def open(self, rows: int) -> Session:
-    if self.processes:
-      return self._games.open(rows)
-    limits = {'workers': self.workers, 'step_timeout_s': self.step_timeout_s}
-    return LocalSession(self._games.make, rows, **limits, owner=self, form=self.image_form)

@@ -47,7 +47,7 @@ from ragen_jax.envs.options import (
   check_wording,
 )
 from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
-from ragen_jax.envs.outside.images import ImageForm, check_image_options, decode_images
+from ragen_jax.envs.outside.images import check_image_options, decode_images
 from ragen_jax.envs.outside.timed_http import JsonRequests, in_parts
 from ragen_jax.utils.errors import describe_error, short
 from ragen_jax.utils.threads import Fault
@@ -110,7 +110,7 @@ class HttpEnvironment(TextEnvironment):
       'action_names': check_action_names('http', self.action_names),
       'symbols': check_legend('http', 'symbols', self.symbols),
       'options': check_mapping('http', 'options', self.options),
-      '_image_form': check_image_options('http', self.images, self.image_size),
+      'image_form': check_image_options('http', self.images, self.image_size),
     }
     try:
       json.dumps(values['options'], allow_nan=False)
@@ -120,10 +120,6 @@ class HttpEnvironment(TextEnvironment):
       values['action_help'] = FREE_TEXT
     for field, value in values.items():
       object.__setattr__(self, field, value)
-
-  @property
-  def image_form(self) -> ImageForm | None:
-    return self._image_form
 
   def rules(self) -> str:
     return self.task

@@ -6,24 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ragen_jax.envs.options import (
-  check_action_names,
-  check_legend,
-  check_mapping,
-  check_processes,
-  check_text,
-  check_wording,
-  check_workers,
-)
-from ragen_jax.envs.outside.base import FREE_TEXT, Session, TextEnvironment
+from ragen_jax.envs.options import check_action_names, check_legend, check_mapping, check_text, check_wording
+from ragen_jax.envs.outside.base import FREE_TEXT, TextEnvironment
 from ragen_jax.envs.outside.games import WORDING, PythonGames
-from ragen_jax.envs.outside.images import ImageForm, check_image_options
-from ragen_jax.envs.outside.local import LocalSession, close_all
-from ragen_jax.envs.outside.processes import game_processes
+from ragen_jax.envs.outside.objects import ObjectEnvironment
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PythonEnvironment(TextEnvironment):
+class PythonEnvironment(ObjectEnvironment):
   """A Python class as an environment. One object of the class plays one episode at a time.
 
   Methods of the class:
@@ -81,81 +71,28 @@ class PythonEnvironment(TextEnvironment):
 
   def __post_init__(self):
     object.__setattr__(self, 'options', check_mapping('python', 'options', self.options))
-    check_workers('python', self.workers, self.step_timeout_s)
-    check_processes('python', self.processes, self.memory_mib, self.workers)
-    object.__setattr__(self, '_image_form', check_image_options('python', self.images, self.image_size))
+    self._check_play()
     settings = {'class_path': self.class_path, 'options': self.options}
-    if self.processes:
-      limits = {'memory_mib': self.memory_mib, 'step_timeout_s': self.step_timeout_s}
-      games = game_processes('python', settings, count=self.processes, **limits)
-      about = games.describe(f'python: class_path={self.class_path!r}')
-    else:
-      limits = {'workers': self.workers, 'timeout_s': self.step_timeout_s}
-      games = PythonGames(**settings, close=lambda game: close_all([game], **limits))
-      about = games.describe()
+    about = self._load_games(PythonGames, settings, f'class_path={self.class_path!r}')
     where = f'python: {self.class_path}'
-    texts = {
+    names = check_action_names(where, about['action_names'])
+    values = {
       '_rules': check_text(where, 'rules', about['rules'], blank=False),
       '_legend': check_legend(where, 'legend', about['legend']),
-      '_action_names': check_action_names(where, about['action_names']),
-      '_action_help': check_text(where, 'action_help', about['action_help']),
-      '_wording': check_wording(
-        where, **{field: about['wording'].get(field, getattr(TextEnvironment, field)) for field in WORDING}
-      ),
-      '_about': about,
-      '_games': games,
+      'action_names': names,
+      'action_help': check_text(where, 'action_help', about['action_help']) or ('' if names else FREE_TEXT),
+      **check_wording(where, **{x: about['wording'].get(x, getattr(TextEnvironment, x)) for x in WORDING}),
+      'has_expert': about['has_expert'],
+      '_has_level_id': about['has_level_id'],
     }
-    for field, value in texts.items():
+    for field, value in values.items():
       object.__setattr__(self, field, value)
 
-  @property
-  def any_thread(self) -> bool:
-    return self.workers > 0
-
-  @property
-  def image_form(self) -> ImageForm | None:
-    return self._image_form
-
-  @property
-  def action_names(self) -> tuple[str, ...]:
-    return self._action_names
-
-  @property
-  def action_help(self) -> str:
-    """The class's `action_help`; a default line if the class has neither that nor `action_names`."""
-    return self._action_help or ('' if self._action_names else FREE_TEXT)
-
-  @property
-  def whole_answer(self) -> bool:
-    return self._wording['whole_answer']
-
-  @property
-  def has_expert(self) -> bool:
-    return self._about['has_expert']
-
-  @property
-  def system(self) -> str:
-    return self._wording['system']
-
-  @property
-  def state_label(self) -> str:
-    return self._wording['state_label']
-
-  @property
-  def counts_turns(self) -> bool:
-    return self._wording['counts_turns']
-
   def level_id(self, seed: int) -> str | None:
-    return self._games.level_id(seed) if self._about['has_level_id'] else None
+    return self._games.level_id(seed) if self._has_level_id else None
 
   def rules(self) -> str:
     return self._rules
 
   def legend(self) -> dict[str, str]:
     return self._legend
-
-  def open(self, rows: int) -> Session:
-    if self.processes:
-      return self._games.open(rows)
-    limits = {'workers': self.workers, 'step_timeout_s': self.step_timeout_s}
-    return LocalSession(self._games.make, rows, **limits, owner=self, form=self.image_form)
