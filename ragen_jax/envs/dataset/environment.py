@@ -19,7 +19,6 @@ from ragen_jax.envs.options import (
   check_choice,
   check_flag,
   check_json,
-  check_mapping,
   check_seconds,
   check_share,
   check_text,
@@ -33,6 +32,8 @@ from ragen_jax.utils.threads import Fault
 ORDERS = ('shuffled', 'fixed')
 BAD_ROWS = ('refuse', 'drop')
 _MOST_WORKERS = 256
+# Name in `fields` -> the field of the rows that it names by default.
+_FIELDS = dict.fromkeys(FIELDS, '') | {'question': 'question', 'answer': 'answer'}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +106,7 @@ class DatasetEnvironment(TextEnvironment):
   def __post_init__(self):
     for option in ('generator_options', 'hub_options', 'verifier_options', 'tool_options'):
       object.__setattr__(self, option, check_json('dataset', option, getattr(self, option)))
-    object.__setattr__(self, 'fields', _check_fields(self.fields))
+    object.__setattr__(self, 'fields', sources.check_fields(self.fields, _FIELDS))
     object.__setattr__(self, 'path', sources.check_paths(self.path))
     _check_source(self)
     _check_pattern(self.answer_pattern)
@@ -323,19 +324,6 @@ class DatasetSession(Session):
 
 
 # -- checks of the options ---------------------------------------------------------------------------------------------
-
-
-def _check_fields(value: Any) -> dict[str, str]:
-  """The fields with all their names; those that are left out have the name of the field itself, or none."""
-  value = check_mapping('dataset', 'fields', value)
-  unknown = sorted(set(value) - set(FIELDS))
-  if unknown:
-    raise ValueError(f'dataset: fields.{unknown[0]}={one_line(value[unknown[0]])}; allowed: {", ".join(FIELDS)}')
-  fields = {'question': 'question', 'answer': 'answer'} | dict.fromkeys(FIELDS[2:], '') | value
-  for name, field in fields.items():
-    if not isinstance(field, str) or not (field or name in FIELDS[2:]):
-      raise ValueError(f'dataset: fields.{name}={one_line(field)}; allowed: the name of a field of the rows')
-  return fields
 
 
 def _check_source(env: DatasetEnvironment) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ragen_jax.envs.dataset.verifiers import INSTALL
+from ragen_jax.envs.options import check_mapping
 from ragen_jax.utils.errors import describe_error, one_line, short
 
 ENDINGS = ('.jsonl', '.json', '.csv', '.parquet')
@@ -227,6 +228,19 @@ def _read_parquet(path: str, where: str) -> Iterator[Row]:
           yield _object(row, f'{where}: row {number}')
   except pyarrow.ArrowException as e:
     raise ValueError(f'{where}: is no parquet ({describe_error(e)})') from e
+
+
+def check_fields(value: Any, defaults: Mapping[str, str], kind: str = 'dataset') -> dict[str, str]:
+  """The names of the rows' fields by what they mean, with `defaults`; without a default of '' a name is needed."""
+  value = check_mapping(kind, 'fields', value)
+  unknown = sorted(set(value) - set(defaults))
+  if unknown:
+    raise ValueError(f'{kind}: fields.{unknown[0]}={one_line(value[unknown[0]])}; allowed: {", ".join(defaults)}')
+  fields = {**defaults, **value}
+  for name, field in fields.items():
+    if not isinstance(field, str) or (defaults[name] and not field):
+      raise ValueError(f'{kind}: fields.{name}={one_line(field)}; allowed: the name of a field of the rows')
+  return fields
 
 
 def check_hub_options(given: Mapping[str, Any], kind: str = 'dataset') -> None:

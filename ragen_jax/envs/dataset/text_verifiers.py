@@ -51,28 +51,33 @@ def squeezed(text: str) -> str:
   return ''.join(unicodedata.normalize('NFC', text).lower().split())
 
 
-class Exact(Verifier):
-  """The answer equals the gold, or one of several, in lower case and without white space."""
+class _OfTexts(Verifier):
+  """Compares an answer with one accepted text, or with several."""
 
-  answer_help = 'Your answer is compared with the right one letter by letter.'
   has_reference: ClassVar[bool] = True
   needs_extra: ClassVar[bool] = False
-
-  def __init__(self, settings: VerifierSettings):
-    read_options(settings, {})
 
   def read_gold(self, raw: Any, row: Mapping[str, Any]) -> tuple[str, ...]:
     """The accepted texts."""
     del row
     return read_texts(raw)
 
-  def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
-    """See `Verifier`."""
-    return batch(answers, items, lambda a, item: RIGHT if squeezed(a) in map(squeezed, item.gold) else WRONG)
-
   def reference(self, item: Item) -> str:
     """The first accepted text."""
     return item.gold[0]
+
+
+class Exact(_OfTexts):
+  """The answer equals the gold, or one of several, in lower case and without white space."""
+
+  answer_help = 'Your answer is compared with the right one letter by letter.'
+
+  def __init__(self, settings: VerifierSettings):
+    read_options(settings, {})
+
+  def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
+    """See `Verifier`."""
+    return batch(answers, items, lambda a, item: RIGHT if squeezed(a) in map(squeezed, item.gold) else WRONG)
 
 
 class Number(Verifier):
@@ -307,23 +312,16 @@ def f1_score(answer: str, gold: str) -> float:
   return 2 * common / (len(words) + len(right)) if common else 0.0
 
 
-class F1(Verifier):
+class F1(_OfTexts):
   """The overlap of words with the gold, or with the nearest of several; below the option `threshold` it counts as 0.
 
   Only an answer with all words of the gold and no others is right; other scores are rewards of wrong answers.
   """
 
   answer_help = 'Your answer is a name, a date, a number or a few words.'
-  has_reference: ClassVar[bool] = True
-  needs_extra: ClassVar[bool] = False
 
   def __init__(self, settings: VerifierSettings):
     self._threshold = check_fraction('threshold', read_options(settings, {'threshold': 0.3})['threshold'])
-
-  def read_gold(self, raw: Any, row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The accepted texts."""
-    del row
-    return read_texts(raw)
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
     """See `Verifier`."""
@@ -335,7 +333,3 @@ class F1(Verifier):
       return Verdict(f1 if f1 >= self._threshold else 0.0, metrics, 'right' if f1 == 1 else 'wrong')
 
     return batch(answers, items, decide)
-
-  def reference(self, item: Item) -> str:
-    """The first accepted text."""
-    return item.gold[0]

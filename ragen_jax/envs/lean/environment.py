@@ -18,7 +18,6 @@ from ragen_jax.envs.lean.statements import StatementSettings
 from ragen_jax.envs.options import (
   check_choice,
   check_json,
-  check_mapping,
   check_seconds,
   check_share,
   check_text,
@@ -114,7 +113,7 @@ class LeanEnvironment(TextEnvironment):
     sources.check_hub_options(self.hub_options, 'lean')
     if self.path and self.hub:
       raise ValueError(f"lean: path={', '.join(self.path)!r}, hub={self.hub!r}; allowed: one of them, the other ''")
-    object.__setattr__(self, 'fields', _check_fields(self.fields))
+    object.__setattr__(self, 'fields', sources.check_fields(self.fields, FIELDS, 'lean'))
     check_choice('lean', 'split', self.split, selection.SPLITS)
     check_share('lean', 'test_share', self.test_share)
     check_choice('lean', 'bad_rows', self.bad_rows, BAD_ROWS)
@@ -215,19 +214,6 @@ class LeanEnvironment(TextEnvironment):
 
 
 # -- checks of the options ---------------------------------------------------------------------------------------------
-
-
-def _check_fields(value: Any) -> dict[str, str]:
-  """The fields with all their names."""
-  value = check_mapping('lean', 'fields', value)
-  unknown = sorted(set(value) - set(FIELDS))
-  if unknown:
-    raise ValueError(f'lean: fields.{unknown[0]}={one_line(value[unknown[0]])}; allowed: {", ".join(FIELDS)}')
-  fields = {**FIELDS, **value}
-  for name, field in fields.items():
-    if not isinstance(field, str) or (name == 'statement' and not field):
-      raise ValueError(f'lean: fields.{name}={one_line(field)}; allowed: the name of a field of the rows')
-  return fields
 
 
 def _check_rewards(env: LeanEnvironment) -> None:

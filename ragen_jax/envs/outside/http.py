@@ -38,8 +38,8 @@ from typing import Any, ClassVar
 
 from ragen_jax.envs.options import (
   check_action_names,
+  check_json,
   check_legend,
-  check_mapping,
   check_seconds,
   check_text,
   check_url,
@@ -109,13 +109,9 @@ class HttpEnvironment(TextEnvironment):
     values = {
       'action_names': check_action_names('http', self.action_names),
       'symbols': check_legend('http', 'symbols', self.symbols),
-      'options': check_mapping('http', 'options', self.options),
+      'options': check_json('http', 'options', self.options),
       'image_form': check_image_options('http', self.images, self.image_size),
     }
-    try:
-      json.dumps(values['options'], allow_nan=False)
-    except (TypeError, ValueError) as e:
-      raise ValueError(f'http: options={self.options!r}; allowed: what JSON can say ({e})') from e
     if not values['action_names'] and not self.action_help:
       values['action_help'] = FREE_TEXT
     for field, value in values.items():

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 from ragen_jax.envs.json_schema import describe, fits, read_json, resolve
 from ragen_jax.envs.options import (
   check_action_names,
-  check_mapping,
+  check_json,
   check_seconds,
   check_text,
   check_url,
@@ -113,7 +113,7 @@ class OpenEnvEnvironment(TextEnvironment):
     check_whole_number('openenv', 'workers', self.workers, 1)
     values = {
       'action_names': check_action_names('openenv', self.action_names),
-      'options': check_mapping('openenv', 'options', self.options),
+      'options': check_json('openenv', 'options', self.options),
       'metrics': _check_paths('metrics', self.metrics),
       'state_metrics': _check_paths('state_metrics', self.state_metrics),
     }
@@ -123,10 +123,6 @@ class OpenEnvEnvironment(TextEnvironment):
       raise ValueError(f'openenv: {told}; allowed: paths whose last names differ')
     if 'seed' in values['options']:
       raise ValueError('openenv: options has seed, which is the number of the level; allowed: other arguments')
-    try:
-      json.dumps(values['options'], allow_nan=False)
-    except (TypeError, ValueError) as e:
-      raise ValueError(f'openenv: options={self.options!r}; allowed: what JSON can say ({e})') from e
     for field, value in values.items():
       object.__setattr__(self, field, value)
     websockets_client()

@@ -25,7 +25,7 @@ from ragen_jax.envs.options import (
   check_choice,
   check_flag,
   check_integer,
-  check_mapping,
+  check_json,
   check_processes,
   check_seconds,
   check_share,
@@ -33,7 +33,7 @@ from ragen_jax.envs.options import (
   check_whole_number,
 )
 from ragen_jax.envs.outside.base import Session, TextEnvironment
-from ragen_jax.utils.errors import one_line, short
+from ragen_jax.utils.errors import short
 from ragen_jax.utils.threads import Fault
 from ragen_jax.utils.workers import MOST_WORKERS, Worker
 
@@ -112,12 +112,7 @@ class VerifiersTasks(TextEnvironment):
     for field in ('tool_timeout_s', 'start_timeout_s'):
       check_seconds('verifiers', field, getattr(self, field))
     for field in ('options', 'environment'):
-      value = check_mapping('verifiers', field, getattr(self, field))
-      try:
-        json.dumps(value, allow_nan=False)
-      except (TypeError, ValueError) as e:
-        raise ValueError(f'verifiers: {field}={one_line(value)}; allowed: what JSON can say ({e})') from e
-      object.__setattr__(self, field, value)
+      object.__setattr__(self, field, check_json('verifiers', field, getattr(self, field)))
     for field, taken, where in (('options', 'id', 'package'), ('environment', 'taskset', 'options')):
       if taken in getattr(self, field):
         raise ValueError(f'verifiers: {field} has {taken}, which is {where}; allowed: other fields')
