@@ -21,14 +21,7 @@ class ALFWorldEnvironment(AdventureEnvironment):
 
   Making it checks its options and reads no files. The games are read by `check`, or when they are first needed.
 
-  Attributes:
-    path: the folder with the parts, see `library.folder_of`; '' for that of the package alfworld.
-    split: the part that is played: 'train', 'valid_seen' or 'valid_unseen'.
-    tasks: the types of tasks that are played, of `library.TASKS`; () for all.
-    show_commands: whether each observation lists the admissible commands.
-    processes: number of processes that the rows are spread over.
-    memory_mib: limit of the memory that each process may write to; 0 for no limit.
-    step_timeout_s: time limit of a step or a reset, in seconds.
+  Its options are those of the tag `ALFWorld` in configs/environments.py, which says what they mean.
   """
 
   name: ClassVar[str] = 'alfworld'

@@ -42,34 +42,7 @@ class DatasetEnvironment(TextEnvironment):
 
   Making it checks its options and reads no data. The items are read by `check`, or when they are first needed.
 
-  Attributes:
-    path: files of rows, as a tuple or separated by commas: .jsonl, .json, .csv, .parquet.
-    generator: instead of `path`, 'reasoning_gym:NAME'.
-    generator_options: options of the generator; `size` is its number of items.
-    hub: instead of `path`, a data set's name on the Hugging Face Hub, or a local folder of one.
-    hub_options: arguments of `datasets.load_dataset`, see `sources.HUB_OPTIONS`.
-    fields: names of the row's fields for `question`, `answer`, `choices`, `solution`, `group` and `difficulty`; '' for
-      none.
-    answer_pattern: regular expression with one group, which is the gold in the text of the answer's field; '' for the
-      whole field.
-    split: 'all' items, or the 'train' or 'test' part of them.
-    test_share: share of the groups in the test part.
-    limit: maximum number of items; 0 for all.
-    max_question_chars: longer questions are left out; 0 for no limit.
-    bad_rows: 'refuse' a source with a row that cannot be read, or 'drop' such rows and log their number.
-    order: 'shuffled' by a fixed permutation, or 'fixed'.
-    verifier: a name of `VERIFIERS`, or 'package.module:function'.
-    verifier_options: options of the verifier.
-    attempts: answers that an episode may give.
-    decay: the k-th attempt pays decay**(k-1) of its score.
-    tools: what the policy can call before it answers, see `make_toolbox`; without tools, its answer is the action.
-    tool_options: name of a tool -> its options.
-    tools_format: 'text' if the rules describe the tools and answers call them, 'template' if the model's chat template
-      lists them and replies call them in its form.
-    show_verdict: whether the policy reads the verifier's word for a wrong answer, such as 'unreadable'.
-    instruction: the rules in the prompt; '' for a sentence that fits the options.
-    timeout_s: seconds that foreign code may take to decide one answer.
-    workers: answers that foreign code decides at a time.
+  Its options are those of the tag `Dataset` in configs/environments.py, which says what they mean.
   """
 
   name: ClassVar[str] = 'dataset'

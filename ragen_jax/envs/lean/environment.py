@@ -44,31 +44,7 @@ class LeanEnvironment(TextEnvironment):
 
   Making it checks its options; it reads no data and asks no server. `check` does both.
 
-  Attributes:
-    path: files of rows, as a tuple or separated by commas: .jsonl, .json, .csv, .parquet.
-    hub: instead of `path`, a data set's name on the Hugging Face Hub, or a local folder of one.
-    hub_options: arguments of `datasets.load_dataset`, see `sources.HUB_OPTIONS`.
-    fields: names of the row's fields, see `FIELDS`; '' for none.
-    split: 'all' statements, or the 'train' or 'test' part of them.
-    test_share: share of the groups in the test part.
-    limit: maximum number of statements; 0 for all.
-    max_question_chars: longer statements are left out; 0 for no limit.
-    bad_rows: 'refuse' a source with a row that cannot be read, or 'drop' such rows and log their number.
-    url: the address of the server, in front of /api/check.
-    preamble: the lines above statements that have none of their own.
-    success_reward: of the tactics that complete the proof.
-    progress_reward: of tactics after which other things are to be shown than ever before in the episode.
-    most_progress: the most that progress pays in an episode.
-    rejected_reward: of tactics that are not accepted.
-    step_reward: of every action, added to the others.
-    max_goal_chars, max_feedback_chars: maximum characters of the goals and of Lean's messages, which are cut with a
-      mark.
-    tactic_timeout_s: seconds that Lean may take for a text, a whole number.
-    timeout_s: time limit of a request, in seconds.
-    retries: maximum number of repetitions of a request without an answer or with a temporary error status.
-    backoff_s: seconds before the second try, doubled before each further try, at most 30.
-    batch_size: number of texts in one request.
-    workers: number of simultaneous requests.
+  Its options are those of the tag `Lean` in configs/environments.py, which says what they mean.
   """
 
   name: ClassVar[str] = 'lean'

@@ -68,19 +68,7 @@ class PackageSettings:
 class VerifiersTasks(TextEnvironment):
   """The tasks of a package of `verifiers`, each of which is played by its own rollout.
 
-  Attributes:
-    package: the package, as `verifiers` names it: that of a taskset, such as 'gsm8k' or 'owner/gsm8k'.
-    options: fields of the package's own config, which choose and change its tasks.
-    environment: the other fields of its environment's config, such as 'id' and 'agent'.
-    limit: the most tasks, the first ones; 0 for all.
-    split: 'train' or 'test' plays a part of the tasks, 'all' plays all.
-    test_share: about this share of the tasks is in the test part.
-    allow_commands: whether the policy may execute commands on this machine, as some packages want.
-    tool_timeout_s: time limit of a call of a tool, with its repetitions, in a conversation that this project holds.
-    processes: worker processes.
-    memory_mib: memory that each of them may write to (on Linux); 0 for no limit.
-    start_timeout_s: time limit of the start of a process, in which it loads the tasks.
-    python: the interpreter of the processes, which has `verifiers` and the package; '' for the one of the run.
+  Its options are those of the tag `Verifiers` in configs/environments.py, which says what they mean.
   """
 
   name: ClassVar[str] = 'verifiers'

@@ -45,14 +45,11 @@ class Told:
 class SimulatorEnvironment(TextEnvironment):
   """A simulator. docs/simulators.md describes the options for users.
 
+  The other options are those of `simulator` of the tag `Navigation` in configs/environments.py.
+
   Attributes:
     world: the environment in JAX whose game it plays.
     observation: 'image', or where the game can be told in words, 'text'.
-    size: sides of a picture in pixels.
-    python: the interpreter of the worker processes, which has the simulator's package; '' for that of the run.
-    processes: number of processes that the rows are spread over.
-    memory_mib: limit of the memory that each process may write to; 0 for no limit.
-    step_timeout_s: time limit of an action or a reset, in seconds.
   """
 
   any_thread: ClassVar[bool] = True

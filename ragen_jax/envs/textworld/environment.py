@@ -33,20 +33,7 @@ class TextWorldEnvironment(AdventureEnvironment):
 
   Making it checks its options and reads no files. The games are read or made by `check`, or when they are first needed.
 
-  Attributes:
-    path: game files, see `library.find_games`; '' for games that the package's generator makes.
-    games: number of games that are made, of both parts together.
-    seed: another one makes other games.
-    rooms, objects, quest_length: size of a game that is made; `quest_length` is the commands of its walkthrough.
-    cache: folder that keeps games that were made.
-    split: 'all' games, or the 'train' or 'test' part of them.
-    test_share: share of the games in the test part.
-    reward: 'score' pays the points of the game, 'win' pays 1 for a game that is won.
-    show_commands: whether each observation lists the admissible commands.
-    processes: number of processes that the rows are spread over.
-    memory_mib: limit of the memory that each process may write to; 0 for no limit.
-    step_timeout_s: time limit of a step or a reset, in seconds.
-    make_timeout_s: time limit for making one game, in seconds.
+  Its options are those of the tag `TextWorld` in configs/environments.py, which says what they mean.
   """
 
   name: ClassVar[str] = 'textworld'

@@ -31,16 +31,7 @@ class WebShopEnvironment(TextEnvironment):
 
   Making it checks its options and asks no server.
 
-  Attributes:
-    url: the address of the server.
-    goals: its number of goals, which `tools/serve_webshop.py` prints.
-    split: the part of the goals that is played: 'all', 'train', 'validation' or 'test'.
-    reward: of a purchase: 'success' pays 1 for the score 1, 'raw' pays the score.
-    show_actions: whether each observation lists the possible actions.
-    timeout_s: time limit of a request, in seconds.
-    retries: maximum number of repetitions of a request without an answer or with a temporary error status.
-    backoff_s: seconds before the second try, doubled before each further try, at most 30.
-    workers: number of simultaneous requests.
+  Its options are those of the tag `WebShop` in configs/environments.py, which says what they mean.
   """
 
   name: ClassVar[str] = 'webshop'
