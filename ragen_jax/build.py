@@ -123,7 +123,6 @@ def sampling(section: ConfigDict) -> Sampling:
 
 
 def evaluation_settings(config: ConfigDict) -> EvaluationSettings:
-  """The settings of the evaluations of a run."""
   return fill(EvaluationSettings, config.eval, episodes=config.logging.episodes)
 
 
@@ -142,7 +141,6 @@ def held_out_levels(config: ConfigDict) -> set[bytes]:
 
 
 def compute_dtype(config: ConfigDict) -> Any:
-  """The dtype of computations."""
   if config.model.dtype == 'auto':
     return jnp.float32 if jax.default_backend() == 'cpu' else jnp.bfloat16
   return jnp.dtype(config.model.dtype)
@@ -232,7 +230,6 @@ def _most_sampled(config: ConfigDict) -> int:
 def trainer_settings(
   config: ConfigDict, model: LanguageModel, limit: Callable[[], float] = memory.usable
 ) -> TrainerSettings:
-  """The settings of `make_trainer`."""
   a = config.algorithm
   estimator = ESTIMATORS[a.adv_estimator]
   roles = {'needs_critic': estimator.needs_critic, 'records_values': model.sampler.values}

@@ -227,7 +227,6 @@ class ChatTokenizer:
     return low
 
   def decode_batch(self, rows: list[list[int]]) -> list[str]:
-    """`decode` for many rows."""
     if self._has_bytes:
       return [self.decode(row) for row in rows]
     return self._backend.decode_batch(rows, skip_special_tokens=False)

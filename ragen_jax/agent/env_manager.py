@@ -167,7 +167,6 @@ class EnvStateManager:
     return self._slices[index]
 
   def pool_of(self, row: int) -> Pool:
-    """The pool that a row belongs to."""
     return self.pools[int(self.row_env[row])]
 
   def reset(

@@ -96,5 +96,4 @@ class Spikes:
 
   @classmethod
   def from_state_dict(cls, state: Mapping[str, Any]) -> Spikes:
-    """The state from `state_dict`."""
     return cls({name: tuple(x) for name, x in state['recent'].items()}, frozenset(state['spiking']))

@@ -71,7 +71,6 @@ def check_algorithm(config: ConfigDict) -> None:
 
 
 def _check_monitor(config: ConfigDict) -> None:
-  """Checks `monitor`."""
   m = config.monitor
   rules.below_one(config, 'monitor.ema_decay')
   rules.check(config, 'monitor.min_signals', m.min_signals <= len(SIGNALS), f'there are only {len(SIGNALS)} signals')

@@ -77,7 +77,6 @@ def evaluate(config: ConfigDict, workdir: str, *, given: bool = False) -> dict[s
 
 
 def _evaluate(config: ConfigDict, workdir: str | StagedWorkdir, given: bool) -> dict[str, Any]:
-  """See `evaluate`."""
   with Checkpointer(workdir, keep=config.checkpoint.keep, save_best=BEST) as checkpointer:
     step = find_step(config, workdir, checkpointer, given)
     warm_start = step is not None and 'data' in checkpointer.meta(step)

@@ -43,7 +43,6 @@ def export(config: ConfigDict, workdir: str) -> str:
 
 
 def _export(config: ConfigDict, workdir: str | StagedWorkdir) -> str:
-  """See `export`."""
   output = config.export.output or os.path.join(workdir, 'export')
   if config.export.lora == 'adapter' and not config.lora.rank:
     raise UserError("export.lora='adapter': needs a run with LoRA (lora.rank above 0)")

@@ -34,7 +34,6 @@ def plot(workdirs: Sequence[str], output: str | None = None) -> list[str]:
 
 
 def _plot(workdirs: Sequence[str | StagedWorkdir], output: str | None) -> list[str]:
-  """See `plot`."""
   curves = group(read_runs(workdirs, [panel.metric for panel in PANELS]))
   tables = matrix.tables([(curve.label, run.evaluations) for curve in curves for run in curve.runs])
   panels = [p for p in PANELS if any(p.metric in run.series for curve in curves for run in curve.runs)]

@@ -26,7 +26,6 @@ def view(workdir: str) -> str:
 
 
 def _view(workdir: str | StagedWorkdir) -> str:
-  """See `view`."""
   page = write_page(workdir, max_bytes=None)
   if page is None:
     raise UserError(f'--workdir={workdir}: has no episodes; a run keeps episodes if logging.episodes is above 0')

@@ -40,7 +40,6 @@ class Lengths:
 
   @property
   def rows(self) -> int:
-    """Rows of an episode."""
     return 1 if self.whole else self.turns
 
   def _columns(self, reply: int, turns: int) -> int:

@@ -73,7 +73,6 @@ class PlannedRun:
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
-    """The devices."""
     return self.trainer.model.mesh
 
 

@@ -72,7 +72,6 @@ def with_columns(cache: Cache) -> list[LayerCache]:
 
 
 def columns_of(cache: Cache) -> int:
-  """Columns of a cache."""
   return with_columns(cache)[0].k.shape[1]
 
 

@@ -125,7 +125,6 @@ def _check_result(message: Message, where: str, waiting: Collection[str], *, fol
 
 
 def _tools(items: Any) -> tuple[Tool, ...]:
-  """The tools of a line."""
   if items is None:
     return ()
   if not isinstance(items, list):

@@ -145,7 +145,6 @@ class Curriculum:
         )
 
   def load_state(self, arrays: Mapping[str, Any]) -> None:
-    """Restores the arrays of `state`."""
     for tag, part in self._parts.items():
       part.rate, part.last = np.array(arrays[tag]['rate']), np.array(arrays[tag]['last'])
 

@@ -51,8 +51,6 @@ class Prompt:
 
 
 class Probes:
-  """The probes of a run."""
-
   def __init__(self, settings: ProbeSettings, trainer: Trainer):
     """Nothing is compiled before the first probe that is due."""
     self._settings = settings

@@ -154,7 +154,6 @@ class ALFWorldGame:
     return self._observation(self._state.feedback.strip())
 
   def step(self, command: str) -> tuple[str, float, bool, dict[str, Any]]:
-    """Executes one command."""
     before, (back, rest) = self._facts, self._plan()
     written = self._commands.get(_spelling(command))
     state, _, done = self._env.step(command if written is None else written)

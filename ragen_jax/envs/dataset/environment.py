@@ -137,7 +137,6 @@ class DatasetEnvironment(TextEnvironment):
 
   @functools.cached_property
   def functions(self) -> tuple[Mapping[str, Any], ...]:
-    """See `Game`."""
     return tuple(self._toolbox.functions) if self._in_template else ()
 
   @property
@@ -146,7 +145,6 @@ class DatasetEnvironment(TextEnvironment):
     return self._toolbox.typing_help(self._finish_help) if self._in_template else ''
 
   def typed(self, text: str) -> str:
-    """See `Game`."""
     return self._toolbox.typed(text) if self._in_template else text
 
   @property
@@ -176,7 +174,6 @@ class DatasetEnvironment(TextEnvironment):
     return load_items(self._settings(tuple((s.st_size, s.st_mtime_ns) for s in stamps)))
 
   def item(self, seed: int) -> Item:
-    """The item that a seed selects."""
     return self.items[self.index_of(seed)]
 
   def index_of(self, seed: int) -> int:

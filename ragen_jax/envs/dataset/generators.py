@@ -109,7 +109,6 @@ class ReasoningGym(Verifier):
     return gold.get('answer')
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
-    """See `Verifier`."""
     calls = [functools.partial(self._decide, answer, item.gold) for answer, item in zip(answers, items, strict=True)]
     how = {'workers': self._settings.workers, 'timeout_s': self._settings.timeout_s}
     return [fault or verdict for verdict, fault in run_calls(calls, what='verifier', owner=self, **how)]

@@ -148,7 +148,6 @@ class Math(Verifier):
     return reasons
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
-    """See `Verifier`."""
     found: list[Verdict | Fault | None] = [None] * len(answers)
     asked: dict[int, tuple[str, str]] = {}
     for i, (answer, item) in enumerate(zip(answers, items, strict=True)):

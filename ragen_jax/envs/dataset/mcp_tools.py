@@ -255,7 +255,6 @@ class McpTool(Tool):
     return self.listed.schema
 
   def call(self, batch: Sequence[Mapping[str, Any]]) -> list[str | WrongArguments | Fault]:
-    """See `Tool`."""
     return self.server.call(self.listed, batch, self.timeout_s)
 
 

@@ -120,7 +120,6 @@ class SearchTool(Tool):
     )
 
   def checked(self, values: dict[str, Any], usage: str) -> dict[str, Any]:
-    """See `Tool`."""
     query = ' '.join(super().checked(values, usage)['query'].split())
     if len(query) > LONGEST_QUERY:
       raise WrongArguments(f'The query is longer than {LONGEST_QUERY} characters.')
@@ -162,7 +161,6 @@ class MockRetriever(Retriever):
   """Makes up passages that contain the query, for rehearsals without a corpus."""
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
-    """See `Retriever`."""
     return [[f'Made-up passage {i}\nThis text stands for a passage about {q}.' for i in range(top_k)] for q in queries]
 
 
@@ -199,7 +197,6 @@ class Bm25Retriever(Retriever):
       raise ValueError(f'{option}: {e}') from e
 
   def check(self) -> None:
-    """See `Retriever`."""
     self._index  # noqa: B018, it is made here
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
@@ -248,7 +245,6 @@ class HttpRetriever(Retriever):
       )
 
   def search(self, queries: Sequence[str], top_k: int) -> list[list[str] | Fault]:
-    """See `Retriever`."""
     o = self._options
     limits = {'workers': o.workers, 'timeout_s': self._requests.longest_s, 'owner': self}
     ask = functools.partial(self._ask, top_k=top_k)

@@ -76,7 +76,6 @@ class Exact(_OfTexts):
     read_options(settings, {})
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
-    """See `Verifier`."""
     return batch(answers, items, lambda a, item: RIGHT if squeezed(a) in map(squeezed, item.gold) else WRONG)
 
 
@@ -102,8 +101,6 @@ class Number(Verifier):
     return number, (raw.strip() if isinstance(raw, str) else str(raw))
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
-    """See `Verifier`."""
-
     def decide(answer: str, item: Item) -> Verdict:
       number = read_number(answer)
       if number is None:
@@ -272,8 +269,6 @@ class Choice(Verifier):
     raise ValueError(f'allowed: a letter from A to {letters[-1]}, an index from 0, or the text of a choice')
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
-    """See `Verifier`."""
-
     def decide(answer: str, item: Item) -> Verdict:
       index = read_choice(answer, item.choices)
       if index is None:
@@ -324,8 +319,6 @@ class F1(_OfTexts):
     self._threshold = check_fraction('threshold', read_options(settings, {'threshold': 0.3})['threshold'])
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
-    """See `Verifier`."""
-
     def decide(answer: str, item: Item) -> Verdict:
       f1 = max(f1_score(answer, gold) for gold in item.gold)
       same = any(squad_words(answer) == squad_words(gold) for gold in item.gold)

@@ -381,7 +381,6 @@ def make_toolbox(names: Any, options: Any, form: Any = 'text') -> Toolbox | None
 
 
 def _make_tool(name: str, options: Mapping[str, Any]) -> Tool:
-  """One tool of the config."""
   if ':' in name:
     cls, fixed, short_name = FunctionTool, {'function': name}, name.rpartition(':')[2].rpartition('.')[2]
   elif name in _BUILT_IN:

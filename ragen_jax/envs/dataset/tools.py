@@ -175,7 +175,6 @@ class FunctionTool(Tool):
 
   @property
   def name(self) -> str:
-    """The name of the function."""
     return self.function.rpartition(':')[2].rpartition('.')[2]
 
   def __post_init__(self):
@@ -196,7 +195,6 @@ class FunctionTool(Tool):
       object.__setattr__(self, field, value)
 
   def call(self, batch: Sequence[Mapping[str, Any]]) -> list[str | WrongArguments | Fault]:
-    """See `Tool`."""
     calls = [functools.partial(self._call_one, arguments) for arguments in batch]
     how = {'what': self.name, 'workers': self.workers, 'timeout_s': self.timeout_s, 'owner': self}
     return [result if fault is None else fault for result, fault in run_calls(calls, **how)]

@@ -210,7 +210,6 @@ class FunctionVerifier(Verifier):
     return raw
 
   def score(self, answers: Sequence[str], items: Sequence[Item]) -> list[Verdict | Fault]:
-    """See `Verifier`."""
     calls = [functools.partial(self._call, item.gold, answer) for answer, item in zip(answers, items, strict=True)]
     results = run_calls(calls, what='verifier', owner=self, **self._how)
     return [fault or verdict for verdict, fault in results]

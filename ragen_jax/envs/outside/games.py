@@ -327,7 +327,6 @@ class Rows:
       raise
 
   def step(self, session: int, row: int, action: str) -> Any:
-    """The outcome of an action."""
     key = session, row
     if key not in self._rows:
       return Fault(LOST)

@@ -346,7 +346,6 @@ class OpenEnvSession(Session):
     return self._side_by_side('reset', rows, lambda row: self._connected(lambda link: begin(row, seed_of[row], link)))
 
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    """See `Session`."""
     chosen = dict(zip(rows, actions, strict=True))
     return self._side_by_side('step', rows, lambda row: self._step(row, chosen[row]))
 

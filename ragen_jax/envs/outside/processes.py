@@ -181,7 +181,6 @@ class ProcessSession(Session):
     return self._spread('reset', rows, lambda worker, own: self._reset(worker, {row: begun[row] for row in own}))
 
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    """See `Session`."""
     chosen = dict(zip(rows, actions, strict=True))
     return self._spread('step', rows, lambda worker, own: self._step(worker, {row: chosen[row] for row in own}))
 
@@ -232,7 +231,6 @@ class ProcessSession(Session):
     return results
 
   def _step(self, worker: Worker, actions: Mapping[int, str]) -> dict[int, Any]:
-    """Steps the rows of one worker."""
     results: dict[int, Any] = {}
     for row, action in actions.items():
       home = self._homes[row]

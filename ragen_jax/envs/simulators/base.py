@@ -186,7 +186,6 @@ class SimulatorSession(Session):
     self.plays: dict[int, Any] = {}
 
   def reset(self, rows: Sequence[int], seeds: Sequence[int], members: Sequence[int]) -> list[Any]:
-    """See `Session`."""
     levels = {seed: self._env.level(seed) for seed in dict.fromkeys(seeds)}
     starts = [self._env.start_of(levels[seed]) for seed in seeds]
     results = []
@@ -196,7 +195,6 @@ class SimulatorSession(Session):
     return results
 
   def step(self, rows: Sequence[int], actions: Sequence[str]) -> list[Any]:
-    """See `Session`."""
     orders = [self._env.order_of(action) for action in actions]
     results = []
     for row, raw in zip(rows, self._inner.step(rows, orders), strict=True):

@@ -87,7 +87,6 @@ class TextWorldGame:
     return self._observation()
 
   def step(self, command: str) -> tuple[str, float, bool, dict[str, Any]]:
-    """Executes one command."""
     before, facts, known = self._score, self._facts, {_spelling(x) for x in self._state.admissible_commands or ()}
     self._state, _, done = self._env.step(command)
     self._done = bool(done)

@@ -49,7 +49,6 @@ class Site:
     self._requests = JsonRequests(s.timeout_s, s.retries + 1, s.backoff_s)
 
   def pages(self, addresses: Sequence[str]) -> list[Page | Fault]:
-    """The pages of addresses."""
     limits = {'workers': self._settings.workers, 'timeout_s': self._requests.longest_s, 'owner': self}
     return in_parts(addresses, 1, self._ask, what='page', **limits)
 

@@ -158,7 +158,6 @@ class Weight:
 
   @property
   def whole_shape(self) -> tuple[int, ...]:
-    """The shape of the parameter."""
     return self.shape if self.expert is None else (self.experts, *self.shape)
 
   @property
