@@ -21,45 +21,7 @@ TINY, TINY_VL, TINY_HYBRID = 'tiny', 'tiny-vl', 'tiny-hybrid'
 # Name -> folder beside this module. `TINY_VL` reads images; `TINY_HYBRID` has linear attention.
 BUILT_IN = {TINY: 'tiny', TINY_VL: 'tiny_vl', TINY_HYBRID: 'tiny_hybrid'}
 
-# Name -> repository on the hub.
-PRESETS = {
-  'qwen2.5-0.5b': 'Qwen/Qwen2.5-0.5B',
-  'qwen2.5-0.5b-instruct': 'Qwen/Qwen2.5-0.5B-Instruct',
-  'qwen2.5-1.5b': 'Qwen/Qwen2.5-1.5B',
-  'qwen2.5-1.5b-instruct': 'Qwen/Qwen2.5-1.5B-Instruct',
-  'qwen2.5-3b': 'Qwen/Qwen2.5-3B',
-  'qwen2.5-3b-instruct': 'Qwen/Qwen2.5-3B-Instruct',
-  'qwen2.5-7b': 'Qwen/Qwen2.5-7B',
-  'qwen2.5-7b-instruct': 'Qwen/Qwen2.5-7B-Instruct',
-  'r1-distill-qwen-1.5b': 'deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B',
-  'qwen3-0.6b': 'Qwen/Qwen3-0.6B',
-  'qwen3-1.7b': 'Qwen/Qwen3-1.7B',
-  'qwen3-4b': 'Qwen/Qwen3-4B',
-  'qwen3-8b': 'Qwen/Qwen3-8B',
-  'qwen3-30b-a3b': 'Qwen/Qwen3-30B-A3B',
-  'qwen3.5-0.8b': 'Qwen/Qwen3.5-0.8B',
-  'qwen3.5-2b': 'Qwen/Qwen3.5-2B',
-  'qwen3.5-4b': 'Qwen/Qwen3.5-4B',
-  'qwen3.5-9b': 'Qwen/Qwen3.5-9B',
-  'qwen3.5-27b': 'Qwen/Qwen3.5-27B',
-  'qwen3.5-35b-a3b': 'Qwen/Qwen3.5-35B-A3B',
-  'llama3.2-1b': 'meta-llama/Llama-3.2-1B',
-  'llama3.2-1b-instruct': 'meta-llama/Llama-3.2-1B-Instruct',
-  'llama3.2-3b': 'meta-llama/Llama-3.2-3B',
-  'llama3.2-3b-instruct': 'meta-llama/Llama-3.2-3B-Instruct',
-  'smollm2-135m': 'HuggingFaceTB/SmolLM2-135M-Instruct',
-  'smollm2-360m': 'HuggingFaceTB/SmolLM2-360M-Instruct',
-  'smollm2-1.7b': 'HuggingFaceTB/SmolLM2-1.7B-Instruct',
-  'gemma3-270m': 'google/gemma-3-270m-it',
-  'gemma3-1b': 'google/gemma-3-1b-it',
-  'qwen2.5-vl-3b': 'Qwen/Qwen2.5-VL-3B-Instruct',
-  'qwen2.5-vl-7b': 'Qwen/Qwen2.5-VL-7B-Instruct',
-  'qwen3-vl-2b': 'Qwen/Qwen3-VL-2B-Instruct',
-  'qwen3-vl-4b': 'Qwen/Qwen3-VL-4B-Instruct',
-  'qwen3-vl-8b': 'Qwen/Qwen3-VL-8B-Instruct',
-}
-
-# Name -> shape as in its config.json. Embeddings are padded beyond the tokenizer's 151,665 or 151,669 tokens.
+# Shapes as in their config.json. Embeddings are padded beyond the tokenizer's 151,665 or 151,669 tokens.
 _QWEN2_0_5B = QwenConfig()
 _QWEN2_1_5B = QwenConfig(hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12, head_dim=128)
 _QWEN2_3B = QwenConfig(hidden_size=2048, intermediate_size=11008, num_layers=36, num_heads=16, head_dim=128)
@@ -140,60 +102,84 @@ _QWEN3_4B = dataclasses.replace(_QWEN3, hidden_size=2560, intermediate_size=9728
 _QWEN3_8B = dataclasses.replace(
   _QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, tie_word_embeddings=False
 )
-_SHAPES = {
-  'qwen2.5-0.5b': _QWEN2_0_5B,
-  'qwen2.5-0.5b-instruct': _QWEN2_0_5B,
-  'qwen2.5-1.5b': _QWEN2_1_5B,
-  'qwen2.5-1.5b-instruct': _QWEN2_1_5B,
-  'qwen2.5-3b': _QWEN2_3B,
-  'qwen2.5-3b-instruct': _QWEN2_3B,
-  'qwen2.5-7b': _QWEN2_7B,
-  'qwen2.5-7b-instruct': _QWEN2_7B,
-  'r1-distill-qwen-1.5b': dataclasses.replace(_QWEN2_1_5B, rope_theta=1e4, tie_word_embeddings=False),
-  'qwen3-0.6b': dataclasses.replace(_QWEN3, hidden_size=1024, intermediate_size=3072),
-  'qwen3-1.7b': _QWEN3_1_7B,
-  'qwen3-4b': _QWEN3_4B,
-  'qwen3-8b': _QWEN3_8B,
-  'qwen3-30b-a3b': _QWEN3_30B_A3B,
-  'qwen3.5-0.8b': _with_tower(
-    _QWEN3_5_0_8B, _TOWER3_5, depth=12, hidden_size=768, intermediate_size=3072, num_heads=12
+# Name -> repository on the hub, and shape.
+_MODELS: dict[str, tuple[str, QwenConfig]] = {
+  'qwen2.5-0.5b': ('Qwen/Qwen2.5-0.5B', _QWEN2_0_5B),
+  'qwen2.5-0.5b-instruct': ('Qwen/Qwen2.5-0.5B-Instruct', _QWEN2_0_5B),
+  'qwen2.5-1.5b': ('Qwen/Qwen2.5-1.5B', _QWEN2_1_5B),
+  'qwen2.5-1.5b-instruct': ('Qwen/Qwen2.5-1.5B-Instruct', _QWEN2_1_5B),
+  'qwen2.5-3b': ('Qwen/Qwen2.5-3B', _QWEN2_3B),
+  'qwen2.5-3b-instruct': ('Qwen/Qwen2.5-3B-Instruct', _QWEN2_3B),
+  'qwen2.5-7b': ('Qwen/Qwen2.5-7B', _QWEN2_7B),
+  'qwen2.5-7b-instruct': ('Qwen/Qwen2.5-7B-Instruct', _QWEN2_7B),
+  'r1-distill-qwen-1.5b': (
+    'deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B',
+    dataclasses.replace(_QWEN2_1_5B, rope_theta=1e4, tie_word_embeddings=False),
   ),
-  'qwen3.5-2b': _with_tower(dataclasses.replace(_QWEN3_5_0_8B, hidden_size=2048, intermediate_size=6144), _TOWER3_5),
-  'qwen3.5-4b': _with_tower(_QWEN3_5_4B, _TOWER3_5),
-  'qwen3.5-9b': _with_tower(
-    dataclasses.replace(_QWEN3_5_4B, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
-    _TOWER3_5,
-    **_LARGE_TOWER3,
+  'qwen3-0.6b': ('Qwen/Qwen3-0.6B', dataclasses.replace(_QWEN3, hidden_size=1024, intermediate_size=3072)),
+  'qwen3-1.7b': ('Qwen/Qwen3-1.7B', _QWEN3_1_7B),
+  'qwen3-4b': ('Qwen/Qwen3-4B', _QWEN3_4B),
+  'qwen3-8b': ('Qwen/Qwen3-8B', _QWEN3_8B),
+  'qwen3-30b-a3b': ('Qwen/Qwen3-30B-A3B', _QWEN3_30B_A3B),
+  'qwen3.5-0.8b': (
+    'Qwen/Qwen3.5-0.8B',
+    _with_tower(_QWEN3_5_0_8B, _TOWER3_5, depth=12, hidden_size=768, intermediate_size=3072, num_heads=12),
   ),
-  'qwen3.5-27b': _with_tower(_QWEN3_5_27B, _TOWER3_5, **_LARGE_TOWER3),
-  'qwen3.5-35b-a3b': _with_tower(_QWEN3_5_35B_A3B, _TOWER3_5, **_LARGE_TOWER3),
-  'llama3.2-1b': _LLAMA3_2_1B,
-  'llama3.2-1b-instruct': _LLAMA3_2_1B,
-  'llama3.2-3b': _LLAMA3_2_3B,
-  'llama3.2-3b-instruct': _LLAMA3_2_3B,
-  'smollm2-135m': _SMOLLM2_135M,
-  'smollm2-360m': dataclasses.replace(
-    _SMOLLM2_135M, hidden_size=960, intermediate_size=2560, num_layers=32, num_heads=15, num_kv_heads=5
+  'qwen3.5-2b': (
+    'Qwen/Qwen3.5-2B',
+    _with_tower(dataclasses.replace(_QWEN3_5_0_8B, hidden_size=2048, intermediate_size=6144), _TOWER3_5),
   ),
-  'smollm2-1.7b': dataclasses.replace(
-    _SMOLLM2_135M,
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_layers=24,
-    num_heads=32,
-    num_kv_heads=32,
-    rope_theta=1.3e5,
+  'qwen3.5-4b': ('Qwen/Qwen3.5-4B', _with_tower(_QWEN3_5_4B, _TOWER3_5)),
+  'qwen3.5-9b': (
+    'Qwen/Qwen3.5-9B',
+    _with_tower(
+      dataclasses.replace(_QWEN3_5_4B, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
+      _TOWER3_5,
+      **_LARGE_TOWER3,
+    ),
   ),
-  'gemma3-270m': _GEMMA3_270M,
-  'gemma3-1b': dataclasses.replace(
-    _GEMMA3_270M, hidden_size=1152, intermediate_size=6912, num_layers=26, layer_kinds=(_GEMMA3_KINDS * 5)[:26]
+  'qwen3.5-27b': ('Qwen/Qwen3.5-27B', _with_tower(_QWEN3_5_27B, _TOWER3_5, **_LARGE_TOWER3)),
+  'qwen3.5-35b-a3b': ('Qwen/Qwen3.5-35B-A3B', _with_tower(_QWEN3_5_35B_A3B, _TOWER3_5, **_LARGE_TOWER3)),
+  'llama3.2-1b': ('meta-llama/Llama-3.2-1B', _LLAMA3_2_1B),
+  'llama3.2-1b-instruct': ('meta-llama/Llama-3.2-1B-Instruct', _LLAMA3_2_1B),
+  'llama3.2-3b': ('meta-llama/Llama-3.2-3B', _LLAMA3_2_3B),
+  'llama3.2-3b-instruct': ('meta-llama/Llama-3.2-3B-Instruct', _LLAMA3_2_3B),
+  'smollm2-135m': ('HuggingFaceTB/SmolLM2-135M-Instruct', _SMOLLM2_135M),
+  'smollm2-360m': (
+    'HuggingFaceTB/SmolLM2-360M-Instruct',
+    dataclasses.replace(
+      _SMOLLM2_135M, hidden_size=960, intermediate_size=2560, num_layers=32, num_heads=15, num_kv_heads=5
+    ),
   ),
-  'qwen2.5-vl-3b': _with_tower(_QWEN2_3B, _TOWER2_5),
-  'qwen2.5-vl-7b': _with_tower(_QWEN2_7B, _TOWER2_5),
-  'qwen3-vl-2b': _with_tower(_QWEN3_1_7B, _TOWER3),
-  'qwen3-vl-4b': _with_tower(_QWEN3_4B, _TOWER3),
-  'qwen3-vl-8b': _with_tower(_QWEN3_8B, _TOWER3, **_LARGE_TOWER3, deepstack_blocks=(8, 16, 24)),
+  'smollm2-1.7b': (
+    'HuggingFaceTB/SmolLM2-1.7B-Instruct',
+    dataclasses.replace(
+      _SMOLLM2_135M,
+      hidden_size=2048,
+      intermediate_size=8192,
+      num_layers=24,
+      num_heads=32,
+      num_kv_heads=32,
+      rope_theta=1.3e5,
+    ),
+  ),
+  'gemma3-270m': ('google/gemma-3-270m-it', _GEMMA3_270M),
+  'gemma3-1b': (
+    'google/gemma-3-1b-it',
+    dataclasses.replace(
+      _GEMMA3_270M, hidden_size=1152, intermediate_size=6912, num_layers=26, layer_kinds=(_GEMMA3_KINDS * 5)[:26]
+    ),
+  ),
+  'qwen2.5-vl-3b': ('Qwen/Qwen2.5-VL-3B-Instruct', _with_tower(_QWEN2_3B, _TOWER2_5)),
+  'qwen2.5-vl-7b': ('Qwen/Qwen2.5-VL-7B-Instruct', _with_tower(_QWEN2_7B, _TOWER2_5)),
+  'qwen3-vl-2b': ('Qwen/Qwen3-VL-2B-Instruct', _with_tower(_QWEN3_1_7B, _TOWER3)),
+  'qwen3-vl-4b': ('Qwen/Qwen3-VL-4B-Instruct', _with_tower(_QWEN3_4B, _TOWER3)),
+  'qwen3-vl-8b': (
+    'Qwen/Qwen3-VL-8B-Instruct',
+    _with_tower(_QWEN3_8B, _TOWER3, **_LARGE_TOWER3, deepstack_blocks=(8, 16, 24)),
+  ),
 }
+PRESETS = {name: repository for name, (repository, _) in _MODELS.items()}
 
 # Family -> least and most pixels of an image, mean and deviation of the channels, as in its preprocessor_config.json.
 _PROCESSORS = {
@@ -225,9 +211,9 @@ def shape(preset: str, path: str) -> QwenConfig:
     return read_config(path)
   if preset in BUILT_IN:
     return read_config(resolve(preset, ''))
-  if preset not in _SHAPES:
+  if preset not in _MODELS:
     raise UserError(_unknown(preset))
-  return _SHAPES[preset]
+  return _MODELS[preset][1]
 
 
 def check_name(preset: str) -> None:
