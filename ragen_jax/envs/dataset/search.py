@@ -46,20 +46,7 @@ _NO_SCORE = 1e30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchTool(Tool):
-  """Passages that match a query.
-
-  Attributes:
-    retriever: 'bm25:PATH.jsonl', which ranks the passages of a corpus by BM25 in this process; 'http://host:port', the
-      address in front of /retrieve; or 'mock', which makes up passages, for rehearsals.
-    protocol: of the server, 'ragen' or 'search_r1'.
-    top_k: number of passages of a result.
-    max_passage_chars: maximum number of characters of a passage; longer ones are cut, with a mark. `max_chars` limits
-      all passages together.
-    retries: maximum number of repetitions of a request without an answer or with a temporary error status.
-    backoff_s: seconds before the second try, doubled before each further try, at most 30.
-    batch_size: number of queries in one request; the protocol 'ragen' has one.
-    workers: number of simultaneous requests.
-  """
+  """Passages that match a query. docs/search.md has a table of the options."""
 
   name: ClassVar[str] = 'search'
   schema: ClassVar[Mapping[str, Any]] = {

@@ -56,29 +56,7 @@ _BESIDES = ('metadata', 'done', 'reward')
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpenEnvEnvironment(TextEnvironment):
-  """A game on a server of OpenEnv.
-
-  Attributes:
-    url: the base address of the server, such as 'http://localhost:8000', http or https. Proxies are not used.
-    task: the game and its aim, for the prompt; '' for the description that the server gives.
-    action_field: the field of the action that an answer fills, which is text or a value in JSON; '*' for the whole
-      action as a JSON object; '' for the field if the action needs only one and that is text, otherwise '*'.
-    action_names: the words that are actions; without them, every text that fits the server's schema.
-    action_help: one line about the form of an action; '' for one made from the server's schema, below the task.
-    observation_field: path to the text in the observation, such as 'prompt' or 'messages.-1.content'; '' for the whole
-      observation, without its metadata, as JSON.
-    success: path in the observation to whether a game that is over is won, a bool, such as 'metadata.solved'; '' if it
-      is won when the last reward is above 0.
-    metrics: paths in the observation to numbers that are logged under the last name of the path.
-    state_metrics: paths in the state, which is then asked for after each step. The value at the end is logged.
-    options: more arguments of the environment's reset, beside the seed.
-    whole_answer, system, state_label, counts_turns: what an action is, and the wording of prompts; see `Game`.
-    timeout_s: time limit of a reset or a step, in seconds. Connecting is part of a reset.
-    retries: maximum number of repetitions of a reset whose connection is refused or lost, or that finds no session
-      free.
-    backoff_s: seconds before the second try, doubled before each further try, at most 30.
-    workers: maximum number of simultaneous messages.
-  """
+  """A game on a server of OpenEnv. docs/openenv.md has a table of the options."""
 
   name: ClassVar[str] = 'openenv'
   any_thread: ClassVar[bool] = True

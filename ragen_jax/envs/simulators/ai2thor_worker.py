@@ -88,7 +88,7 @@ class ThorGame:
   """The episodes of a row, one after another. An observation is the state as JSON, and the frame."""
 
   def __init__(self, games: ThorGames):
-    self._games, self._controller, self._scene = games, None, ''
+    self._games, self._controller = games, None
 
   def reset(self, start: Mapping[str, Any], member: int) -> dict[str, Any]:
     """Begins an episode in a scene, with the camera at a position x, y, z, a rotation and a horizon in degrees."""
