@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -101,13 +101,25 @@ class Solution(Protocol):
     """
 
 
-def spaced(grids: Sequence[str]) -> list[str]:
-  """Grids of symbols with a blank between the symbols of a row.
+# Forms of boards as text: symbols; symbols with a blank between those of a row; coordinates; coordinates and symbols.
+BOARD_FORMS = ('grid', 'spaced', 'coord', 'grid_coord')
+GRID_HEADER = 'Grid Map:'
+
+
+def board_texts(form: str, grids: Callable[[], list[str]], coordinates: Callable[[], list[str]]) -> list[str]:
+  """Boards in one of `BOARD_FORMS`, from functions that write them.
 
   The tokenizers of pretrained models join symbols that stand together into one token. A symbol behind a blank is a
   token of its own.
   """
-  return ['\n'.join(map(' '.join, grid.split('\n'))) for grid in grids]
+  if form == 'coord':
+    return coordinates()
+  if form == 'grid':
+    return grids()
+  if form == 'spaced':
+    return ['\n'.join(map(' '.join, grid.split('\n'))) for grid in grids()]
+  pairs = zip(coordinates(), grids(), strict=True)
+  return [f'Coordinates:\n{listed}\n{GRID_HEADER}\n{grid}' for listed, grid in pairs]
 
 
 class Game(abc.ABC):

@@ -23,7 +23,6 @@ from ragen_jax.envs.solvers import frozen_lake as solver
 
 LEFT, DOWN, RIGHT, UP = range(4)
 
-_OBSERVATIONS = ('grid', 'spaced', 'coord', 'grid_coord')
 _MEANINGS = ('player', 'ice', 'hole', 'goal', 'player in a hole', 'player on the goal')
 _DESC_LETTERS = 'SFHG'
 
@@ -57,7 +56,7 @@ class FrozenLake(base.Environment):
     is_slippery: whether a move can slip sideways.
     success_rate: on slippery ice, the probability that a move goes in its direction; the two directions at right angles
       share the rest. It has no effect without `is_slippery`, as in Gymnasium.
-    observation: 'grid' (symbols), 'spaced' (with a blank between them, see `base.spaced`), 'coord' (a list of
+    observation: 'grid' (symbols), 'spaced' (with a blank between them, see `base.board_texts`), 'coord' (a list of
       coordinates) or 'grid_coord' (symbols and coordinates).
     symbols: six characters for player, ice, hole, goal, player in a hole, player on the goal.
   """
@@ -80,7 +79,7 @@ class FrozenLake(base.Environment):
       if not is_number(value) or not 0 <= value <= 1:
         raise ValueError(f'frozen_lake: {field}={value!r}; allowed: numbers from 0 to 1')
     check_flag('frozen_lake', 'is_slippery', self.is_slippery)
-    check_choice('frozen_lake', 'observation', self.observation, _OBSERVATIONS)
+    check_choice('frozen_lake', 'observation', self.observation, base.BOARD_FORMS)
     symbols = self.symbols
     different = isinstance(symbols, str) and len(symbols) == 6 == len(set(symbols))
     if not different or not symbols.isprintable() or re.search(r'[\s<|]', symbols):
@@ -159,15 +158,7 @@ class FrozenLake(base.Environment):
     return {} if self.observation == 'coord' else dict(zip(self.symbols, _MEANINGS, strict=True))
 
   def render(self, states: State) -> list[str]:
-    if self.observation == 'grid':
-      return self._grids(states)
-    if self.observation == 'spaced':
-      return base.spaced(self._grids(states))
-    coordinates = self._coordinates(states)
-    if self.observation == 'coord':
-      return coordinates
-    grids = self._grids(states)
-    return [f'Coordinates:\n{c}\nGrid Map:\n{g}' for c, g in zip(coordinates, grids, strict=True)]
+    return base.board_texts(self.observation, lambda: self._grids(states), lambda: self._coordinates(states))
 
   def _grids(self, states: State) -> list[str]:
     holes = np.asarray(states.holes)  # [N, size, size]

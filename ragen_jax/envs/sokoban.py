@@ -34,7 +34,6 @@ from ragen_jax.envs.solvers import sokoban as sokoban_solver
 STEP_REWARD = -0.1
 SUCCESS_REWARD = 10.0
 
-_GRID_HEADER = 'Grid Map:'
 _SIZE_HEADER = 'Board size:'
 
 
@@ -75,8 +74,8 @@ class Sokoban(base.Environment):
       search over the room's positions). They hold if one of `sokoban_levels.MAX_ATTEMPTS` rooms has such a level;
       otherwise the level violates them.
     max_solution: maximum moves of a level's shortest solution, 0 for no bound.
-    observation: 'grid' (rows of symbols), 'spaced' (with a blank between them, see `base.spaced`), 'coord' (lists of
-      coordinates, without the walls) or 'grid_coord' (symbols and coordinates).
+    observation: 'grid' (rows of symbols), 'spaced' (with blanks between them, see `base.board_texts`), 'coord' (lists
+      of coordinates, without the walls) or 'grid_coord' (symbols and coordinates).
     symbols: one character each for wall, floor, target, box on target, box, player, player on target.
     levels: a file of levels in Boxoban's format, which replaces generated levels, see `from_boxoban`; '' for none. Seed
       s plays level s modulo their number, so consecutive seeds play the file in order. Only levels within
@@ -124,8 +123,8 @@ class Sokoban(base.Environment):
     if bounded and sokoban_solver.table_size(self.dim, self.num_boxes) > sokoban_solver.MAX_TABLE:
       field = 'min_solution' if self.min_solution else 'max_solution'
       raise ValueError(f'{field}={bounded}; allowed: 0 for num_boxes={self.num_boxes} on dim={self.dim} (too large)')
-    if self.observation not in ('grid', 'spaced', 'coord', 'grid_coord'):
-      raise ValueError(f'observation={self.observation!r}; allowed: grid, spaced, coord, grid_coord')
+    if self.observation not in base.BOARD_FORMS:
+      raise ValueError(f'observation={self.observation!r}; allowed: {", ".join(base.BOARD_FORMS)}')
     plain = all(
       isinstance(s, str) and len(s) == 1 and s.isprintable() and not s.isspace() and s not in '<|' for s in self.symbols
     )
@@ -255,15 +254,7 @@ class Sokoban(base.Environment):
   def render(self, states: State) -> list[str]:
     """Coordinates are (row, column) from 0; kinds without a cell are left out."""
     contents = _contents(states)  # [N, R, C]
-    if self.observation == 'grid':
-      return self._grids(contents)
-    if self.observation == 'spaced':
-      return base.spaced(self._grids(contents))
-    coordinates = self._coordinates(contents)
-    if self.observation == 'coord':
-      return coordinates
-    grids = self._grids(contents)
-    return [f'Coordinates:\n{listed}\n{_GRID_HEADER}\n{grid}' for listed, grid in zip(coordinates, grids, strict=True)]
+    return base.board_texts(self.observation, lambda: self._grids(contents), lambda: self._coordinates(contents))
 
   def _grids(self, contents: np.ndarray) -> list[str]:
     count, rows, cols = contents.shape
@@ -295,10 +286,10 @@ class Sokoban(base.Environment):
 
   def from_text(self, text: str) -> State:
     """The fresh state of a grid of `symbols`, or of a 'grid_coord' text; ValueError for a 'coord' text: no walls."""
-    lines = text.split(_GRID_HEADER)[-1].strip('\n').split('\n')
+    lines = text.split(base.GRID_HEADER)[-1].strip('\n').split('\n')
     if self.observation == 'spaced':
       lines = [''.join(line.split()) for line in lines]
-    if _GRID_HEADER not in text and any(line.startswith(_SIZE_HEADER) for line in lines):
+    if base.GRID_HEADER not in text and any(line.startswith(_SIZE_HEADER) for line in lines):
       raise ValueError(
         f'{self.name}: coordinates alone are not a level, as the walls are missing; allowed: a text with a grid'
       )
