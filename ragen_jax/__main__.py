@@ -156,6 +156,8 @@ def main(argv: list[str]) -> None:
     raise UserError(f'unknown argument {argv[1]!r}; settings are given as --config.FIELD=VALUE')
   if not flags.FLAGS['verbosity'].present:
     absl_logging.set_verbosity(absl_logging.WARNING)  # libraries log through absl
+  if not sys.flags.safe_path:
+    sys.path.append('')  # classes and functions of the user's, by import path; config files find `configs` without it
   mode = _MODE.value
   if mode in _ONE_PROCESS and _COORDINATOR.value:
     raise UserError(f'--coordinator has no effect with --mode={mode}')

@@ -27,7 +27,7 @@ from ragen_jax.modes.play import Person, play
 from ragen_jax.utils.errors import UserError
 from tests.support.configs import small_config
 from tests.support.paths import ROOT
-from tests.support.processes import copy_main, environment
+from tests.support.processes import copy_main, environment, run_main
 from tests.support.speakers import limits, scripted_tokens
 
 TAGS = ('FrozenLake', 'SimpleSokoban', 'Bandit')
@@ -415,3 +415,20 @@ def test_tasks_of_programs_are_refused_before_their_package_is_read(monkeypatch)
   config = small_config(train__tags=('Verifiers',), envs__Verifiers__package='no-such-package')
   with pytest.raises(UserError, match=r"^envs\.Verifiers\.type='verifiers': programs play it, in training and"):
     play(config, io.StringIO(), io.StringIO())
+
+
+@pytest.mark.slow
+def test_classes_are_found_in_the_folder_of_the_command(tmp_path):
+  (tmp_path / 'games').mkdir()
+  (tmp_path / 'games' / 'coin.py').write_text(
+    'class Coin:\n  def rules(self):\n    return "Call the coin."\n\n  def reset(self, seed):\n    return "It flies."'
+    '\n\n  def step(self, action):\n    return "It fell.", 1.0, True, True\n'
+  )
+  (tmp_path / 'mine.py').write_text(
+    'from configs import default\n\n\ndef get_config(model=""):\n  config = default.get_config(model)\n'
+    '  config.envs.Coin = {"type": "python", "class_path": "games.coin:Coin", "max_turns": 1, "max_actions": 1,\n'
+    '    "max_actions_per_turn": 1, "max_words": 9}\n  config.train.tags = config.eval.tags = ("Coin",)\n'
+    '  return config\n'
+  )
+  result = run_main('--mode=play', '--config=mine.py', cwd=tmp_path, input='Heads\nquit\n')
+  assert 'Levels won: 1 of 1' in result.stdout, result.stderr
