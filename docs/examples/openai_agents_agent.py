@@ -1,6 +1,6 @@
 """An agent with the OpenAI Agents SDK, which talks to /v1/responses."""
 
-from agents import Agent, MaxTurnsExceeded, Runner, function_tool, set_tracing_disabled
+from agents import Agent, MaxTurnsExceeded, ModelBehaviorError, Runner, function_tool, set_tracing_disabled
 from lake import RULES, Lake
 
 from ragen_jax.serving import client
@@ -18,6 +18,6 @@ def move(direction: str) -> str:
 agent = Agent(name='walker', instructions=RULES, model='policy', tools=[move])
 try:
   call = Runner.run_sync(agent, game.show(), max_turns=10).raw_responses[-1].response_id
-except MaxTurnsExceeded:
+except (MaxTurnsExceeded, ModelBehaviorError):  # too many moves; a reply that reached the limit of tokens
   call = 'last'
 client.reward(game.reward, call=call)

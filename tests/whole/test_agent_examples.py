@@ -130,6 +130,15 @@ def test_python(tmp_path, tok, name, package, tool, calls, rewarded):
     assert reward.call_id == server.calls(task)[rewarded].call_id
 
 
+def test_a_reply_that_is_cut_off_is_learnt_from_with_the_agents_sdk(tmp_path, tok):
+  needs('agents')
+  engine = ScriptedEngine(tok, lambda prompt, number: moves(True)(prompt, 0) if number == 0 else 'and on ' * 99)
+  with serve(tmp_path, engine, limits=limits(context=20_000, vocabulary=1000)) as server:
+    task = play(server, [PYTHON, str(EXAMPLES / 'openai_agents_agent.py')])
+    (reward,) = server.store.ask(Tables.rewards, task.attempt_id)
+    assert reward.value == 0 and reward.call_id == server.calls(task)[-1].call_id
+
+
 @pytest.mark.parametrize('stream', [False, True])
 @pytest.mark.parametrize('api', ['responses', 'chat_completions'])
 @pytest.mark.exhaustive_cases('responses-True', 'chat_completions-False', 'chat_completions-True')
