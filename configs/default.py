@@ -667,6 +667,7 @@ def get_config(model: str = '') -> ConfigDict:
   # Iterations between two checkpoints, in addition to the one after the last iteration; 0 for no others.
   config.checkpoint.every = 10
   # Newest checkpoints to keep, in addition to the one with the best held-out success (of those saved at an evaluation).
+  # One that is saved because the run is interrupted stays until the next one, and takes the place of none of these.
   config.checkpoint.keep = 2
 
   config.logging = ConfigDict()

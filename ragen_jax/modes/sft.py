@@ -260,7 +260,7 @@ def _learn(
         if (save or stop) and not bad:
           writer.flush()
           told = {'watch': watch.state_dict(), 'log': log.state_dict()}
-          checkpointer.save(step, trainer.state.saved(), source | {'told': told})
+          checkpointer.save(step, trainer.state.saved(), source | {'told': told}, extra=not save)
         if stop and not last:
           raise Stopped(stop)
       # After the last checkpoint, so that the same command writes an output that failed without training again.

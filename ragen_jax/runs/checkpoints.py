@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -54,7 +54,9 @@ class Checkpointer:
     """Opens the checkpoints of `workdir`; the directory need not exist yet.
 
     The `keep` newest checkpoints are kept and, if `save_best` names a metric such as 'eval/success', the one with its
-    highest value (the newest of equal ones). Raises UserError if `keep` is below 1, or the directory cannot be read.
+    highest value (the newest of equal ones). Those that were saved as `extra` count among the `keep` only where others
+    are missing; the newest of all stays in any case. Raises UserError if `keep` is below 1, or the directory cannot be
+    read.
     """
     if keep < 1:
       raise UserError(f'keep is {keep}; the number of checkpoints to keep must be 1 or more')
@@ -63,11 +65,12 @@ class Checkpointer:
     self._shown = f'{workdir}/checkpoints' if self._staged else root  # for messages
     self._save_best = save_best
     self._prepared = False  # whether `_prepare` has run
+    self._extra: set[int] = set()  # steps that were saved as extra
     options = ocp.CheckpointManagerOptions(
       create=False,
       enable_async_checkpointing=False,
       save_root_metadata=False,
-      preservation_policy=_KeepLastAndBest(keep, self.best_step),
+      preservation_policy=_KeepLastAndBest(keep, self._extra, self.best_step),
     )
     try:
       self._manager = ocp.CheckpointManager(root, options=options)
@@ -77,8 +80,11 @@ class Checkpointer:
     self._verified: set[int] = set()  # steps whose checksums matched
     self._unread: set[int] = set()  # steps whose record could not be read, as a warning said
     self._scores: dict[int, float | None] = {}
-    if save_best:
-      self._scores = {step: self._score(self._read_record(step).get('metrics', {})) for step in self.steps()}
+    for step in self.steps():
+      record = self._read_record(step)
+      self._scores[step] = self._score(record.get('metrics', {}))
+      if record.get('extra'):
+        self._extra.add(step)
 
   def steps(self) -> list[int]:
     """The steps with a complete checkpoint, ascending."""
@@ -99,6 +105,7 @@ class Checkpointer:
     state: PyTree,
     meta: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
+    extra: bool = False,
   ) -> None:
     """Writes the checkpoint after `step` iterations, then deletes the checkpoints that are no longer kept.
 
@@ -108,6 +115,7 @@ class Checkpointer:
       state: pytree of `jax.Array` and `np.ndarray`, any dtype but typed PRNG keys (save `jax.random.key_data`).
       meta: values that are not arrays, as JSON.
       metrics: name -> value at this step; `save_best` names one of them.
+      extra: whether the checkpoint is one that a run without interruptions does not have.
 
     Raises:
       DiskError: the disk is full or not writable. Earlier checkpoints stay intact, here and below.
@@ -129,13 +137,17 @@ class Checkpointer:
       'meta': dict(meta or {}),
       'metrics': {name: float(value) for name, value in (metrics or {}).items()},
       'leaves': {name: describe_leaf(leaf) for name, leaf in leaves.items()},
+      'extra': extra,
     }
     record = json.loads(json.dumps(record))  # raises TypeError before anything is written
     arguments = ocp.args.Composite(
       state=ocp.args.PyTreeSave({name: leaf for name, leaf in leaves.items() if leaf.size}),
       meta=ocp.args.JsonSave(record),
     )
-    self._scores[step] = self._score(record['metrics'])  # the preservation policy reads it during the save
+    # The preservation policy reads both during the save.
+    self._scores[step] = self._score(record['metrics'])
+    if extra:
+      self._extra.add(step)
     try:
       self._before_writing()
       flaw = self._write(step, arguments)
@@ -403,20 +415,22 @@ class Checkpointer:
 
 
 class _KeepLastAndBest:
-  """Preservation policy for Orbax: the last `keep` checkpoints and the best one.
+  """Preservation policy for Orbax: the last one, the last `keep` that are not extra, and the best one.
 
   Orbax's own `BestN` reads metrics that Orbax saved. The metrics of this package are in `meta`, also in older
   checkpoints.
   """
 
-  def __init__(self, keep: int, best_step: Callable[[], int | None]):
+  def __init__(self, keep: int, extra: Set[int], best_step: Callable[[], int | None]):
     self._keep = keep
+    self._extra = extra  # grows
     self._best_step = best_step
 
   def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
     del context
-    steps = sorted(info.step for info in checkpoints)
-    kept = {*steps[-self._keep :], self._best_step()}
+    steps = [info.step for info in checkpoints]
+    kept = {*sorted(steps, key=lambda step: (step not in self._extra, step))[-self._keep :]}
+    kept |= {max(steps, default=None), self._best_step()}
     return [info.step in kept for info in checkpoints]
 
 

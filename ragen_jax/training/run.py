@@ -444,7 +444,8 @@ class Run:
       if state.iteration == self._checkpointer.latest_step():
         self._checkpointer.amend(meta, metrics=scores)
       else:
-        self._checkpointer.save(state.iteration, state.saved() | kept, meta, metrics=scores)
+        extra = not (self._stopped or self._due(state, self._settings.checkpoint_every))
+        self._checkpointer.save(state.iteration, state.saved() | kept, meta, metrics=scores, extra=extra)
 
   def _log_times(self, state: TrainState, rollout: Rollout) -> None:
     """Writes the times of an iteration, and updates the progress line."""

@@ -395,6 +395,28 @@ def test_a_signal_ends_the_run_and_saves_where_a_rollout_is_over(tmp_path, reque
     np.testing.assert_array_equal(state.trained['policy']['kernel'], [first + first % 2] * 2)
 
 
+def test_an_interrupted_run_ends_with_the_checkpoints_of_an_uninterrupted_one(tmp_path, request):
+  before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
+
+  def steps_after(signals):
+    seen, done = [], 0
+    for at in (*signals, None):
+      with contextlib.suppress(Stopped), _open(tmp_path / str(signals), num_iterations=8) as (run, state):
+        assert state.iteration == done
+        while run.goes_on(state):
+          done = state.iteration + 1
+          if done == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+          state, _ = _finish(run, _state(done, iteration=done))
+      seen.append(_steps(tmp_path / str(signals)))
+    return seen
+
+  assert steps_after(()) == [[6, 8]]
+  assert steps_after((5,)) == [[2, 4, 5], [6, 8]]
+  assert steps_after((1, 3, 5, 7)) == [[1], [2, 3], [2, 4, 5], [4, 6, 7], [6, 8]]
+
+
 def test_a_signal_ends_a_run_that_goes_back_within_a_rollout(tmp_path, request):
   before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
   request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
