@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, config_flags
 
 from ragen_jax.config import command_line
 from ragen_jax.distributed import processes
-from ragen_jax.runs.interrupt import Stopped, lost_interrupts_again
+from ragen_jax.runs.interrupt import Stopped, lost_interrupts_again, raise_at_signals
 from ragen_jax.utils import foreign, host_memory, streams
 from ragen_jax.utils.background import still_compiling
 from ragen_jax.utils.errors import UserError, out_of_memory
@@ -73,6 +73,7 @@ def _plan(config: ConfigDict, workdirs: Sequence[str]) -> None:
 def _serve(config: ConfigDict, workdirs: Sequence[str]) -> None:
   from ragen_jax.modes.serve import serve
 
+  raise_at_signals()  # it has no end of its own
   serve(config, workdirs[0], given=bool(_WORKDIR.value), stop=threading.Event())
 
 

@@ -24,11 +24,12 @@ def lost_interrupts_again() -> Iterator[None]:
   before = sys.unraisablehook
 
   def hook(lost: sys.UnraisableHookArgs) -> None:
-    if lost.exc_type is not KeyboardInterrupt:
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
       before(lost)
       return
+    number = lost.exc_value.number if isinstance(lost.exc_value, Stopped) else signal.SIGINT
     # At once, the signal would be raised in this hook, which is a part of the callback.
-    timer = threading.Timer(_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()
 
@@ -44,7 +45,23 @@ class Stopped(KeyboardInterrupt):
 
   def __init__(self, number: int):
     super().__init__(number)
+    self.number = number
     self.status = 128 + number  # the exit status: 130 for Ctrl-C, 143 for SIGTERM
+
+
+def raise_at_signals() -> None:
+  """SIGINT and SIGTERM raise `Stopped` from now on. A second signal of the same kind kills.
+
+  A shell without a terminal starts its background programs with SIGINT ignored, and Linux ignores SIGTERM for the first
+  process of a container, unless they have handlers. Must be called from the main thread.
+  """
+
+  def stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)  # what ends then may wait for a compilation
+    raise Stopped(number)
+
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, stop)
 
 
 class Interrupt:

@@ -81,9 +81,9 @@ def test_what_cannot_be_served(tmp_path, monkeypatch, fields, message):
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_program(tmp_path, request):
-  # A program of a shell's background ignores SIGINT, and so do its children; a signal with a handler is theirs again.
-  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.mark.parametrize(('number', 'status'), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_program(tmp_path, request, number, status):
+  before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script; its programs inherit it
   request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
   flags = [f'--config.{name}={value}' for name, value in _SMALL.items()]
   given = ['--config=configs/frozenlake_ppo.py', '--mode=serve', '--config.eval.step=base', f'--workdir={tmp_path}']
@@ -94,8 +94,9 @@ def test_an_interrupt_ends_the_program(tmp_path, request):
       lines.append(line)
       if "serving 'policy' at" in line:
         break
-    program.send_signal(signal.SIGINT)
+    program.send_signal(number)
     lines += program.communicate(timeout=PATIENCE)[1].splitlines()
   finally:
     program.kill()
-  assert 'Traceback' not in '\n'.join(lines) and program.returncode in (0, 130), json.dumps(lines[-5:])
+  assert 'Traceback' not in '\n'.join(lines) and lines[-1] == 'interrupted', json.dumps(lines[-5:])
+  assert program.returncode == status
