@@ -9,6 +9,7 @@ All policies play the same levels with the same random numbers and limits. The r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import pathlib
@@ -86,7 +87,12 @@ def _evaluate(config: ConfigDict, workdir: str | StagedWorkdir, given: bool) -> 
     head = _head(config, step, trained_on)
     directory = _make(pathlib.Path(workdir) / 'evaluation')
     use_compilation_cache(config.compilation_cache, workdir)
-    rows, records = _play_all(config, checkpointer, step)
+    try:
+      rows, records = _play_all(config, checkpointer, step)
+    except BaseException:
+      with contextlib.suppress(OSError):  # it has the results of other evaluations
+        directory.rmdir()
+      raise
   name = free_name(directory, head)  # after playing, because another evaluation may have ended in the meantime
   path = directory / f'{name}.json'
   try:

@@ -56,6 +56,8 @@ def plan(config: ConfigDict, out: TextIO) -> None:
   _write(config, found, out)
   if found.fits:
     return
+  out.flush()
+  _log.info('searching for changes with which it fits; their programs are compiled, which takes minutes, too')
   changes, changed, better = fit(config, found, compiled)
   flags = _flags(changes)
   if better.fits:
@@ -72,6 +74,8 @@ def plan(config: ConfigDict, out: TextIO) -> None:
     'more memory, a smaller model or a shorter agent.max_context.\n'
   )
   if not config.lora.rank:
+    out.flush()
+    _log.info('searching for changes with which adapters fit')
     lighter = changed.copy_and_resolve_references()
     lighter.update_from_flattened_dict(ADAPTERS)
     more_changes, _, lighter_plan = fit(lighter, memory.estimate(lighter, compiled), compiled)

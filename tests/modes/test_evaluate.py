@@ -350,11 +350,15 @@ def test_what_cannot_be_evaluated_is_told_in_one_line(full_run, monkeypatch, fie
   config = config.copy_and_resolve_references()
   fields = {n: policy.directory if x == '{model}' else x for n, x in fields.items()}
   config.update_from_flattened_dict(fields)
-  before = sorted(p for p in workdir.rglob('*') if p.is_file())
+
+  def there():
+    return sorted(p for p in workdir.rglob('*') if p.is_file() or p.name == 'evaluation')
+
+  before = there()
   with pytest.raises(UserError, match=message) as e:
     evaluate.evaluate(config, str(workdir), given=True)
   assert '\n' not in str(e.value)
-  assert sorted(p for p in workdir.rglob('*') if p.is_file()) == before
+  assert there() == before
 
 
 def test_an_environment_that_fails_in_all_episodes_fails_the_evaluation_whose_results_stay(tmp_path):
