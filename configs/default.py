@@ -618,7 +618,7 @@ def get_config(model: str = '') -> ConfigDict:
   config.plan.reply_tokens = 150
   # With plan.topology: tokens of a turn's longest reply, which decoding goes on to; at most agent.max_response_tokens.
   config.plan.longest_reply = 300
-  # With plan.topology: turns of an episode; 0 and numbers above it take the largest max_turns of train.tags.
+  # With plan.topology: turns of an episode, at most the largest max_turns of train.tags, which 0 stands for.
   config.plan.turns = 0
 
   # -- Detection of a collapse, and diagnostics. -----------------------------------------------------------------------
