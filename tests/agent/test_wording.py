@@ -83,7 +83,7 @@ def test_a_reply_that_is_written_for_a_program_is_read_as_it(tiny):
 
 def test_words_may_be_whole_answers_too():
   env = make('Climb')
-  object.__setattr__(env, '_wording', env._wording | {'whole_answer': True})
+  object.__setattr__(env, 'whole_answer', True)
   assert _context(env=env).parse(0, '<think>x</think><answer>\n up\n</answer>').actions == ('Up',)
   assert _context(env=env).parse(0, '<think>x</think><answer>Up || Down</answer>').actions == ()
 
