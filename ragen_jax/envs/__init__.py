@@ -35,6 +35,7 @@ from ragen_jax.envs.sokoban import Sokoban
 from ragen_jax.envs.sudoku import Sudoku
 from ragen_jax.envs.svg.environment import SvgEnvironment
 from ragen_jax.envs.textworld.environment import TextWorldEnvironment
+from ragen_jax.envs.traced import check_traced, one_line_errors
 from ragen_jax.envs.webshop.environment import WebShopEnvironment
 from ragen_jax.utils.errors import did_you_mean, one_line
 from ragen_jax.utils.imports import import_object
@@ -90,7 +91,8 @@ def make(env_type: str, options: Mapping[str, Any]) -> Environment | TextEnviron
   """Makes an environment of a type: a key of `TYPES`, or 'package.module:ClassName' for a class outside this package.
 
   Raises:
-    ValueError: the type or an option does not exist, or a value is not allowed; one line names it.
+    ValueError: the type or an option does not exist, a value is not allowed, or a class outside this package raises an
+      exception or, in JAX, does not return what it should; one line names it.
   """
   cls = TYPES[env_type] if env_type in TYPES else _imported(env_type)
   if env_type in SIMULATORS:
@@ -109,7 +111,13 @@ def make(env_type: str, options: Mapping[str, Any]) -> Environment | TextEnviron
   missing = [name for name in needed if name not in options]
   if missing:
     raise ValueError(f'{missing[0]} is missing; {env_type} needs {", ".join(needed)}')
-  return cls(**options)
+  if env_type in TYPES:
+    return cls(**options)
+  with one_line_errors(cls.__name__, cls, keep=ValueError):
+    env = cls(**options)
+  if isinstance(env, Environment):
+    check_traced(env)
+  return env
 
 
 def _imported(env_type: str) -> type[Environment | TextEnvironment]:

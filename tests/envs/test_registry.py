@@ -35,6 +35,33 @@ def test_wrong_types_and_options_are_named_in_one_line(env_type, options, messag
     registry.make(env_type, options)
 
 
+@pytest.mark.parametrize(
+  ('mistake', 'message'),
+  [
+    ('options', r'Wrong raised TypeError: no such board \(wrong_game.py:\d+\)'),
+    ('refused', "^mistake='refused'$"),
+    ('reset', r'reset raised RuntimeError: no level \(wrong_game.py:\d+\)'),
+    ('dict', 'reset returned dict; allowed: a subclass of State'),
+    ('branch', r'_step raised TracerBoolConversionError: .* \(wrong_game.py:\d+\)'),
+    ('alone', '_step returned State; allowed: State, StepOutput'),
+    ('swapped', '_step returned StepOutput, State; allowed: State, StepOutput'),
+    ('rewards', r'_step returned reward of shape \(2,\); allowed: one number'),
+    ('shape', r'after a step the state has int32\[3\] in n, after reset int32\[\]'),
+    ('dtype', r'after a step the state has float32\[\] in n, after reset int32\[\]'),
+    ('int', r'after a step the state has int32\[\] in done, after reset bool\[\]'),
+  ],
+)
+def test_mistakes_of_a_class_in_jax_are_named_in_one_line_before_it_plays(mistake, message):
+  with raises_one_line(message):
+    registry.make('tests.support.wrong_game:Wrong', {'mistake': mistake})
+
+
+def test_a_class_in_jax_may_return_numbers_of_python():
+  env = registry.make('tests.support.wrong_game:Wrong', {})
+  state, out = env.step(env.reset(jax.random.key(0)), jnp.int32(0), jax.random.key(0))
+  assert state.done and out.reward == 1
+
+
 # -- levels from text files --------------------------------------------------------------------------------------------
 
 
