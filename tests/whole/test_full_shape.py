@@ -56,8 +56,9 @@ def _write_checkpoint(directory, tokenizer_dir, cfg):
   rng = np.random.default_rng(0)
 
   def tensor(weight):
-    if weight.name.endswith('norm.weight'):
-      return np.ones(weight.hf_shape, ml_dtypes.bfloat16)
+    if weight.name.endswith('norm.weight'):  # a factor of 1, to which the norms of Qwen3.5 add their weights
+      added = cfg.linear is not None and not weight.name.endswith('linear_attn.norm.weight')
+      return np.full(weight.hf_shape, 0 if added else 1, ml_dtypes.bfloat16)
     return (0.02 * rng.standard_normal(weight.hf_shape, np.float32)).astype(ml_dtypes.bfloat16)
 
   save_file({w.name: tensor(w) for w in weights(cfg)}, directory / 'model.safetensors', metadata={'format': 'pt'})
