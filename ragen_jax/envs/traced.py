@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import traceback
@@ -16,7 +15,6 @@ from ragen_jax.envs.base import Environment
 from ragen_jax.utils.errors import one_line
 
 
-@functools.lru_cache(maxsize=64)
 def check_traced(env: Environment) -> None:
   """Traces `reset` and a step, without running them.
 
