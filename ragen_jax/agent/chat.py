@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -106,6 +107,8 @@ class ChatTokenizer:
     self._backend = tokenizer.backend_tokenizer
     self.format = find_format(tokenizer, f'model.path={directory}')
     self.tools, refused = find_tools(tokenizer, self.format)
+    if self.tools.strips_results:
+      self.format = dataclasses.replace(self.format, stripped=self.format.stripped | {TOOL})
     self.tools_refused = f'model.path={directory}: its chat template {refused}' if refused else ''
     end = self._backend.token_to_id(self.format.end)
     self._image_ids = tuple(map(self._backend.token_to_id, _IMAGE_TOKENS)) if images else None
@@ -235,8 +238,8 @@ class ChatTokenizer:
     """Raises UserError if the template has no tools that can be followed; `what` says what needs them."""
     if self.tools_refused:
       raise UserError(
-        f'{what}. {self.tools_refused}; a template must write tools as JSON, and calls as '
-        f'{CALL}{{"name": ..., "arguments": {{...}}}}{END_CALL}, such as that of Qwen2.5'
+        f'{what}. {self.tools_refused}; a template must write tools as JSON, and calls between {CALL} and {END_CALL} '
+        'as that of Qwen2.5 (JSON) or that of Qwen3.5 (a tag for each argument)'
       )
 
   def opening(self, system: str, user: Observation, reply_prefix: str, functions: Sequence[str] = ()) -> Segments:

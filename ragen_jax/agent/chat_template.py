@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 SYSTEM, USER, ASSISTANT, TOOL = 'system', 'user', 'assistant', 'tool'
 THOUGHT, END_THOUGHT = '<think>', '</think>'
+NO_THOUGHT = f'{THOUGHT}\n\n{END_THOUGHT}\n\n'  # an empty thought, as templates write it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,11 @@ from ragen_jax.agent.segments import (
   join,
   map_text,
 )
+from ragen_jax.agent.tool_format import qwen_tools
 from ragen_jax.agent.world_model.formats import Sections, opening_tags, read_answer, read_sections, write_reply
 from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.tool_calls import CALL, END_CALL, call_json, dump_json, tagged
+from ragen_jax.utils.tool_calls import CALL, END_CALL, call_json, dump_json, read_call, tagged
 
 CONTEXTS = ('full', 'limited_multi_turn', 'single_turn')
 OVERLONG = ('end', 'drop_oldest')
@@ -105,6 +106,7 @@ class ContextManager:
     self.settings = settings
     form, tags = CHATML if tokenizer is None else tokenizer.format, opening_tags(settings.format)
     tags = tags if settings.force_prefix else ''
+    self._tool_format = qwen_tools(form) if tokenizer is None else tokenizer.tools
     self.reply_prefix, self._spelled_prefix = form.reply_prefix(tags), form.spelled_prefix(tags)
     self._said_prefix = self.reply_prefix.removeprefix(form.no_thought)
     self._specs = specs
@@ -218,8 +220,14 @@ class ContextManager:
     )
     if calls:
       thought = whole.removesuffix(_NO_ANSWER)
-      whole = thought + ('\n' if thought else '') + ''.join(actions)
+      whole = thought + ('\n' if thought else '') + self._in_own_form(''.join(actions))
     return self._without_prefix(whole)
+
+  def _in_own_form(self, actions: str) -> str:
+    """Calls as the chat template writes them; actions have them as JSON between tags."""
+    inside = actions.removeprefix(f'{CALL}\n').removesuffix(f'\n{END_CALL}').split(f'\n{END_CALL}\n{CALL}\n')
+    calls = [self._tool_format.call_text(*read_call(call)[:2]) for call in inside]
+    return '\n'.join(map(tagged, calls))
 
   def _without_prefix(self, whole: str) -> str:
     prefixes = (self.reply_prefix, self._said_prefix, self._spelled_prefix)
@@ -250,7 +258,7 @@ class ContextManager:
     """
     form, calls = self.settings.format, ''
     if self._functions[env]:
-      text, calls = self._without_calls(text, ids)
+      text, calls = self._without_calls(env, text, ids)
     sections, answer = read_sections(text, form), read_answer(text, form)
     if answer is None or (calls and answer):
       return ParsedReply((), (), False, sections)
@@ -263,7 +271,7 @@ class ContextManager:
     actions, names = (tuple(x) for x in zip(*known[: spec.actions_a_turn], strict=True)) if known else ((), ())
     return ParsedReply(actions, names, bool(known) and len(known) == len(parsed), sections)
 
-  def _without_calls(self, text: str, ids: Sequence[int]) -> tuple[str, str]:
+  def _without_calls(self, env: int, text: str, ids: Sequence[int]) -> tuple[str, str]:
     """A reply with an empty answer in the place of its calls, and the calls as one action.
 
     The text itself and '' if there is no call, or one that cannot be read.
@@ -273,9 +281,11 @@ class ContextManager:
       ids = ids[:-1] if ids[-1] in self.tokenizer.stop_ids else ids
       tags, said = self.tokenizer.call_tags, self.tokenizer.decode(ids)
     decode = self.tokenizer.decode if tags else str
+    form = self._tool_format
     reader = ReplyReader(
-      (CALL, END_CALL), tags, decode, in_thought=False, bad_calls=BadCalls.CONTENT, parallel=True, call_id=str
-    )
+      (CALL, END_CALL), tags, decode, in_thought=False, bad_calls=BadCalls.CONTENT, parallel=True, call_id=str,
+      read_call=form.read_call(self._functions[env]), before_calls=form.before_calls,
+    )  # fmt: skip
     events = [*reader.feed(ids, said), *reader.finish()]
     reply = reader.reply()
     if reply.problems or not reply.calls:

@@ -1,6 +1,6 @@
 """Replies as they are sampled, thought, content and tool calls.
 
-    <think> thought </think> content <tool_call> {"name": …, "arguments": {…}} </tool_call>
+    <think> thought </think> content <tool_call> call </tool_call>
 
 A tag counts where the policy sampled its token; a spelling of the tag in other tokens is text. In a model without such
 a token, the spelling is the tag. Text that may begin a tag is held back until that is decided, so the parts of a
@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ragen_jax.agent.chat_template import END_THOUGHT, THOUGHT
-from ragen_jax.utils.tool_calls import CALL, END_CALL, Problem, ToolCall, read_call
+from ragen_jax.utils.tool_calls import CALL, END_CALL, Problem, ToolCall
 
 
 class BadCalls(enum.StrEnum):
@@ -82,6 +82,8 @@ class ReplyReader:
     bad_calls: BadCalls,
     parallel: bool,
     call_id: Callable[[int], str],
+    read_call: Callable[[str], tuple[str, str, Problem | None]],
+    before_calls: str,
   ):
     """Begins a reply, within a thought if `in_thought`; for the arguments after it, see `QwenFormat.reader`.
 
@@ -89,6 +91,7 @@ class ReplyReader:
     """
     self._tags: _TagsByText | _TagsById = _TagsById(ids, decode) if ids and len(ids) == len(tags) else _TagsByText(tags)
     self._bad_calls, self._parallel, self._call_id = bad_calls, parallel, call_id
+    self._read_call, self._before_calls = read_call, before_calls
     self._calls_are_read = CALL in tags
     self._state = _State.THOUGHT if in_thought else _State.CONTENT
     self._begun = False  # the present thought or content has text
@@ -197,14 +200,14 @@ class ReplyReader:
     text = ''.join(self._block)
     self._block.clear()
     self._state = _State.CONTENT
-    name, arguments, problem = read_call(text)
+    name, arguments, problem = self._read_call(text)
     problem = problem if closed else Problem.UNCLOSED_BLOCK
     if problem is not None:
       self._problems.append(problem)
       if not name or self._bad_calls is BadCalls.CONTENT:
         return list(self._add(f'{CALL}{text}{END_CALL if closed else ""}'))
-    # One newline belongs to the form of a call; white space alone is no content.
-    held = ''.join(self._held).removesuffix('\n') if self._begun else ''
+    # What stands before the calls belongs to their form; white space alone is no content.
+    held = ''.join(self._held).removesuffix(self._before_calls) if self._begun else ''
     self._held = [held] if held else []
     events = list(self._release())
     self._begun = False

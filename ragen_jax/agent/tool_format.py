@@ -1,20 +1,22 @@
 """How a model's chat template writes tools, the calls of a reply, and their results; `tool_probe` finds it.
 
-Calls stand between tags, as JSON, because replies are read by these tags. What stands around tools and results is the
-template's. A part that is written is text of any origin, or text of the template, whose tags are tokens if the
-tokenizer has them.
+Calls stand between tags, because replies are read by these tags: as JSON, or with a tag for each argument. What stands
+around tools and results is the template's. A part that is written is text of any origin, or text of the template, whose
+tags are tokens if the tokenizer has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ragen_jax.agent.chat_template import Around, ChatFormat
-from ragen_jax.utils.tool_calls import CALL, END_CALL
+from ragen_jax.utils.parameter_calls import read_parameters, write_parameters
+from ragen_jax.utils.tool_calls import CALL, END_CALL, Problem, call_json, read_call
 
 _RESULT, _END_RESULT = '<tool_response>\n', '\n</tool_response>'
 _HEAD = (
@@ -45,6 +47,18 @@ class Place(enum.Enum):
   TOOLS = enum.auto()
 
 
+class CallForm(enum.Enum):
+  """How a template writes a call between its tags."""
+
+  JSON = enum.auto()
+  PARAMETERS = enum.auto()  # a tag for each argument (`parameter_calls`); True, False and None as Python writes them
+  JSON_PARAMETERS = enum.auto()  # the same with true, false and null
+
+
+# Reads the text of a call between its tags: name, arguments as JSON, and why it cannot be read.
+ReadCall = Callable[[str], tuple[str, str, Problem | None]]
+
+
 @dataclasses.dataclass(frozen=True)
 class ToolFormat:
   """The texts of a template around tools and results.
@@ -56,6 +70,10 @@ class ToolFormat:
     function_only: whether a tool is written as its field "function", without its type.
     results: around the results of the calls of one reply.
     between_results: the text between two results.
+    strips_results: whether results lose the white space at both ends.
+    call_form: how calls are written.
+    before_calls: the text between a reply's content and its first call.
+    empty_thoughts: whether a reply without a thought, which no question follows, gets an empty one.
   """
 
   with_system: tuple[str | Place, ...]
@@ -64,6 +82,10 @@ class ToolFormat:
   function_only: bool
   results: Around
   between_results: str
+  strips_results: bool = False
+  call_form: CallForm = CallForm.JSON
+  before_calls: str = '\n'
+  empty_thoughts: bool = False
 
   def beginning(self, system: str | None, schemas: Sequence[str]) -> list[Part]:
     """The beginning of a conversation with a system message, or None, and tools as JSON texts."""
@@ -81,14 +103,27 @@ class ToolFormat:
     inside = _separated(results, self.between_results)
     return [FormatText(self.results.before), *inside, FormatText(self.results.after)]
 
+  def call_text(self, name: str, arguments: str) -> str:
+    """A call between its tags; `arguments` are JSON text."""
+    if self.call_form is CallForm.JSON:
+      return call_json(name, arguments)
+    return write_parameters(name, arguments, as_json=self.call_form is CallForm.JSON_PARAMETERS)
 
-def call_parts(calls: Sequence[str], *, after_text: bool) -> list[Part]:
-  """The calls of a reply, given as JSON texts; `after_text`: whether the reply has text before them."""
-  parts: list[Part] = []
-  for k, call in enumerate(calls):
-    parts += ['\n'] if k or after_text else []
-    parts += [FormatText(CALL), f'\n{call}\n', FormatText(END_CALL)]
-  return parts
+  def call_parts(self, calls: Sequence[tuple[str, str]], *, after_text: bool) -> list[Part]:
+    """The calls of a reply, name and arguments; `after_text`: whether the reply has text before them."""
+    parts: list[Part] = []
+    for k, call in enumerate(calls):
+      parts += ['\n'] if k else [self.before_calls] if after_text else []
+      parts += [FormatText(CALL), f'\n{self.call_text(*call)}\n', FormatText(END_CALL)]
+    return parts
+
+  def read_call(self, schemas: Sequence[str]) -> ReadCall:
+    """The reader of calls of tools, which are given as JSON texts."""
+    if self.call_form is CallForm.JSON:
+      return read_call
+    functions = [json.loads(schema)['function'] for schema in schemas]
+    known = {x['name']: (x.get('parameters') or {}).get('properties') or {} for x in functions}
+    return functools.partial(read_parameters, schemas=known)
 
 
 def _separated(texts: Sequence[Result], separator: str) -> list[Result | FormatText]:

@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragen_jax.agent.chat_template import ASSISTANT, SYSTEM, TOOL, USER, Around, ChatFormat
+from ragen_jax.agent.chat_template import ASSISTANT, NO_THOUGHT, SYSTEM, TOOL, USER, Around, ChatFormat
 from ragen_jax.agent.template_program import TemplateError, TemplateProgram, first_difference
-from ragen_jax.agent.tool_format import FormatText, Part, Place, ToolFormat, call_parts, qwen_tools
-from ragen_jax.utils.tool_calls import call_json
+from ragen_jax.agent.tool_format import CallForm, FormatText, Part, Place, ToolFormat, qwen_tools
+from ragen_jax.utils.tool_calls import CALL
 
 _SYSTEM, _USER, _REPLY, _RESULTS = 'qzSq', 'qzUq', 'qzAq', ('qzRq', 'qzQq')
 
@@ -64,14 +64,12 @@ def _find(program: TemplateProgram, form: ChatFormat) -> ToolFormat:
     raise TemplateError('it does not write tools as their JSON')
   between = text.partition(first)[2].partition(second)[0]
   marks = {first + between + second: Place.TOOLS}
-  results, between_results = _results(program, form, tools)
   return ToolFormat(
     with_system=_beginning(text, form, marks | {_SYSTEM: Place.SYSTEM}),
     without_system=_beginning(program.render([user], opens=False, tools=tools), form, marks),
     between_tools=between,
     function_only=function_only,
-    results=results,
-    between_results=between_results,
+    **_calls_and_results(program, form, tools),
   )
 
 
@@ -87,32 +85,43 @@ def _beginning(text: str, form: ChatFormat, marks: Mapping[str, Place]) -> tuple
   return tuple(marks.get(piece, piece) for piece in pieces if piece)
 
 
-def _results(program: TemplateProgram, form: ChatFormat, tools: Sequence[_Message]) -> tuple[Around, str]:
-  """The texts around two results, and that between them."""
-  calls = [('qzMq', {'qzPq': 'qzWq'}), ('qzNq', {})]
-  messages = [
-    {'role': USER, 'content': _USER},
-    _reply('', calls),
-    *({'role': TOOL, 'content': text, 'tool_call_id': f'call_{k}'} for k, text in enumerate(_RESULTS)),
-    {'role': ASSISTANT, 'content': _REPLY},
-    {'role': USER, 'content': _USER},
-  ]
+def _calls_and_results(program: TemplateProgram, form: ChatFormat, tools: Sequence[_Message]) -> dict[str, Any]:
+  """The fields of the format about the calls of a reply and about their results."""
+  calls = [('qzMq', {'qzPq': 'qzWq', 'qzOq': True}), ('qzNq', {})]
+  asked = {'role': USER, 'content': _USER}
+  found = [{'role': TOOL, 'content': text, 'tool_call_id': f'call_{k}'} for k, text in enumerate(_RESULTS)]
+  messages = [asked, _reply(_REPLY, calls), *found, {'role': ASSISTANT, 'content': _REPLY}, asked]
   text = program.render(messages, opens=False, tools=tools).partition(_USER + form.user.after)[2]
-  called = form.assistant.before + _text(call_parts(_calls(calls), after_text=False)) + form.assistant.after
-  if not text.startswith(called):
-    theirs, ours = first_difference(text, called)
+  begun = form.assistant.before + _REPLY
+  before_calls = text.removeprefix(begun).partition(CALL)[0] if text.startswith(begun) else ''
+  forms = [ToolFormat((), (), '', False, Around('', ''), '', call_form=x, before_calls=before_calls) for x in CallForm]
+  written = [begun + _text(x.call_parts(_sent(calls), after_text=True)) + form.assistant.after for x in forms]
+  tried = next((k for k, called in enumerate(written) if text.startswith(called)), None)
+  if tried is None:
+    theirs, ours = first_difference(text, written['<function=' in text])
     raise TemplateError(f'of the calls of a reply it writes {theirs} instead of {ours}')
-  before, first, rest = text.removeprefix(called).partition(_RESULTS[0])
+  before, first, rest = text.removeprefix(written[tried]).partition(_RESULTS[0])
   between, second, rest = rest.partition(_RESULTS[1])
-  after, reply, _ = rest.partition(form.assistant.before + _REPLY + form.assistant.after)
+  after, reply, _ = rest.partition(begun + form.assistant.after)
   if not (first and second and reply):
     raise TemplateError('it drops or moves the results of calls')
-  return Around(before, after), between
+  spaced = [message | {'content': f' {message["content"]}\n'} for message in found]
+  recent = [asked, _reply('', calls), *spaced]
+  strips = [message['content'] for message in found]
+  last = program.render(recent, opens=False, tools=tools).partition(_USER + form.user.after)[2]
+  return {
+    'results': Around(before, after),
+    'between_results': between,
+    'strips_results': before + between.join(strips) + after in last,
+    'call_form': forms[tried].call_form,
+    'before_calls': before_calls,
+    'empty_thoughts': last.startswith(form.assistant.before + NO_THOUGHT),
+  }
 
 
 # -- verifying ---------------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = {'a "b"': [1, 2.5, None, True, {'é': '<b>&\n\\'}], 'c': {}}
+_ARGUMENTS = {'a "b"': [1, 2.5, None, True, {'é': '<b>&\n\\'}], 'c': {}, 'd': None, 'e': -2.5, 'f': ' x\n', 'g': True}
 _TALK = (
   {'role': USER, 'content': 'one\n\n {{ x }}'},
   ('', [('look', _ARGUMENTS)]),
@@ -122,7 +131,7 @@ _TALK = (
   ('So\n', [('look', {}), ('f.g-h', {'x': 'y'})]),
   {'role': TOOL, 'content': '<a>\n'},
   {'role': TOOL, 'content': ''},
-  ('', [('look', {})]),
+  ('', [('look', {}), ('look', {'z': ['a']})]),
   {'role': TOOL, 'content': '{"x": 1}'},
 )
 
@@ -151,10 +160,13 @@ def _write(
   """A conversation as the format writes it; no reply is the last message."""
   system = messages[0]['content'] if messages[0]['role'] == SYSTEM else None
   parts = tools.beginning(None if system is None else form.strip(SYSTEM, system), list(map(_dump, listed)))
-  for k, (role, run) in enumerate(itertools.groupby(messages[system is not None :], key=lambda m: m['role'])):
+  rest = messages[system is not None :]
+  asked = max(k for k, message in enumerate(rest) if message['role'] == USER)
+  for k, (role, run) in enumerate(itertools.groupby(rest, key=lambda m: m['role'])):
     texts = list(run)
     if role == TOOL:
-      parts += tools.result_turn([message['content'] for message in texts])
+      results = [message['content'] for message in texts]
+      parts += tools.result_turn([text.strip() if tools.strips_results else text for text in results])
     elif role == USER:
       around = form.around(USER, behind_system=k == 0)
       parts += [around.before + form.content(USER, message['content']) + around.after for message in texts]
@@ -162,7 +174,9 @@ def _write(
       (message,) = texts
       calls = [(call['function']['name'], call['function']['arguments']) for call in message.get('tool_calls', ())]
       text = form.content(ASSISTANT, message['content'])
-      parts += [form.assistant.before, text, *call_parts(_calls(calls), after_text=bool(text)), form.assistant.after]
+      thought = NO_THOUGHT if tools.empty_thoughts and rest.index(message) > asked else ''
+      written = tools.call_parts(_sent(calls), after_text=bool(text))
+      parts += [form.assistant.before, thought + text, *written, form.assistant.after]
   return _text(parts) + (form.assistant.before + form.forced if opens else '')
 
 
@@ -174,9 +188,9 @@ def _reply(text: str, calls: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   return {'role': ASSISTANT, 'content': text} | ({'tool_calls': listed} if listed else {})
 
 
-def _calls(calls: Sequence[tuple[str, Any]]) -> list[str]:
-  """The JSON of calls."""
-  return [call_json(name, _dump(arguments)) for name, arguments in calls]
+def _sent(calls: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
+  """Calls with their arguments as JSON."""
+  return [(name, _dump(arguments)) for name, arguments in calls]
 
 
 def _text(parts: Sequence[Part]) -> str:

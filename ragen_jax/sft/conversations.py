@@ -7,7 +7,7 @@ as those of a game, and conversations with tools as those of an agent program.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.reply_reader import BadCalls
 from ragen_jax.agent.trajectory import Timeline, Trajectory
 from ragen_jax.serving.conversation.chat_format import QwenFormat
-from ragen_jax.serving.conversation.messages import Message, Role
+from ragen_jax.serving.conversation.messages import Message, Role, Tool
 from ragen_jax.sft.messages import Conversation, read_line
 from ragen_jax.utils.errors import UserError
 from ragen_jax.utils.files import replace_file
@@ -149,7 +149,7 @@ def _agent_turns(conversation: Conversation, tokenizer: ChatTokenizer, agents: Q
   turns = agents.turns(conversation.messages, conversation.tools)
   for (i, message), (before, reply) in zip(replies, turns, strict=True):
     prompt += before
-    problem = _misread(message, agents, tokenizer, prompt, reply[:-1])
+    problem = _misread(message, conversation.tools, agents, tokenizer, prompt, reply[:-1])
     if problem:
       raise UserError(f'{where}: messages[{i}]: {problem}')
     yield before, reply
@@ -157,16 +157,21 @@ def _agent_turns(conversation: Conversation, tokenizer: ChatTokenizer, agents: Q
 
 
 def _misread(
-  message: Message, agents: QwenFormat, tokenizer: ChatTokenizer, prompt: list[int], reply: tuple[int, ...]
+  message: Message,
+  tools: Sequence[Tool],
+  agents: QwenFormat,
+  tokenizer: ChatTokenizer,
+  prompt: list[int],
+  reply: tuple[int, ...],
 ) -> str:
   """Which other calls the server would read from a reply; '' if they are those of the message."""
-  reader = agents.reader(prompt, parse_calls=True, bad_calls=BadCalls.CONTENT, parallel=True, call_id=str)
+  reader = agents.reader(prompt, parse_calls=True, tools=tools, bad_calls=BadCalls.CONTENT, parallel=True, call_id=str)
   reader.feed(reply, tokenizer.decode(reply))
   reader.finish()
   read, meant = reader.reply(), message.tool_calls
+  written = [[tokenizer.tools.call_text(call.name, call.arguments) for call in calls] for calls in (read.calls, meant)]
   same = len(read.calls) == len(meant) and all(
-    a.name == b.name and a.arguments in (b.arguments, tokenizer.decode(tokenizer.encode_once(b.arguments)))
-    for a, b in zip(read.calls, meant, strict=True)
+    a in (b, tokenizer.decode(tokenizer.encode_once(b))) for a, b in zip(*written, strict=True)
   )  # some tokenizers compose characters (NFC)
   if same and not read.problems:
     return ''

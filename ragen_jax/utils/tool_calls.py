@@ -33,6 +33,7 @@ class Problem(enum.StrEnum):
 
   UNCLOSED_BLOCK = 'unclosed_block'  # the reply ends within it
   INVALID_JSON = 'invalid_json'  # it is no JSON object, or its arguments are none
+  INVALID_PARAMETERS = 'invalid_parameters'  # it is no function with its parameters (`parameter_calls`)
   MISSING_NAME = 'missing_name'  # it names no function
 
 
@@ -77,7 +78,7 @@ def call_json(name: str, arguments: str) -> str:
 
 
 def tagged(call: str) -> str:
-  """The JSON of a call between its tags."""
+  """A call between its tags."""
   return f'{CALL}\n{call}\n{END_CALL}'
 
 

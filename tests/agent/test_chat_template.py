@@ -145,7 +145,8 @@ def test_facts_of_the_templates(made):
   stripped = {name: form.stripped for name, form in formats.items() if form.stripped}
   assert stripped.pop('gemma3') == {'user', 'assistant'}
   assert [name for name, form in formats.items() if form.joins_system] == ['gemma3']
-  assert stripped == dict.fromkeys(('llama3', *newer), frozenset({'system', 'user', 'assistant'}))
+  assert stripped.pop('llama3') == {'system', 'user', 'assistant'}
+  assert stripped == dict.fromkeys(newer, frozenset({'system', 'user', 'assistant', 'tool'}))
   thoughts = {name: form.thoughts for name, form in formats.items() if form.thoughts is not Thoughts.KEPT}
   assert thoughts == dict.fromkeys(('qwen3', *newer), Thoughts.PAST) | dict.fromkeys(
     ('r1', 'r1-forced', 'r1-plain'), Thoughts.CUT

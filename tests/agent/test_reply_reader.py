@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.reply_reader import BadCalls, CallDone, ContentDelta, ParsedReply, ThoughtDelta
 from ragen_jax.serving.conversation.chat_format import Family, QwenFormat
 from ragen_jax.serving.conversation.matching import said_again
-from ragen_jax.serving.conversation.messages import Role
+from ragen_jax.serving.conversation.messages import Role, tools_from_chat
 from ragen_jax.serving.types import Finish
 from ragen_jax.utils.tool_calls import Problem, ToolCall, read_call
+from tests.support.chat_templates import TOOL_KINDS, write_tokenizer
 from tests.support.wire import CALL_TAGS, QWEN3_TAGS, generated, pieces, reader, tokenizer
 
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>'
@@ -94,6 +96,41 @@ def test_bad_calls_are_content_or_calls_with_raw_arguments(formats, family, text
     assert (read.content, read.calls) == (f'So.\n{text}', ())
   else:
     assert (read.content, read.calls) == ('So.', (_call(as_arguments),))
+
+
+CITY = (
+  '<tool_call>\n<function=look>\n<parameter=at>\n5\n</parameter>\n<parameter=n>\n5\n</parameter>\n'
+  '</function>\n</tool_call>'
+)
+
+
+@pytest.mark.parametrize(
+  ('text', 'content', 'calls', 'problem'),
+  [
+    (f'Look.\n\n{CITY}\n{CITY}', 'Look.', [0, 1], None),
+    (f'Look.\n{CITY}', 'Look.\n', [0], None),
+    (GOOD, GOOD, [], Problem.INVALID_PARAMETERS),
+    (CITY.replace('</function>\n', ''), None, [], Problem.INVALID_PARAMETERS),
+    (CITY.removesuffix('</tool_call>'), None, [], Problem.UNCLOSED_BLOCK),
+  ],
+)
+def test_calls_with_parameters_whole_and_in_pieces(tmp_path, text, content, calls, problem):
+  tok = ChatTokenizer(write_tokenizer(tmp_path, TOOL_KINDS['qwen3.5']))
+  properties = {'at': {'type': 'string'}, 'n': {'type': 'integer'}}
+  tool = {'type': 'function', 'function': {'name': 'look', 'parameters': {'type': 'object', 'properties': properties}}}
+  family, tools = (tok, QwenFormat(tok, keep_thoughts=True)), tools_from_chat([tool])
+  read = _read(family, text, tools=tools)
+  assert read.content == (text if content is None else content)
+  assert list(read.calls) == [_call('{"at": "5", "n": 5}', k, 'look') for k in calls]
+  assert read.problems == (() if problem is None else (problem,))
+  reply = generated(tok, text)
+  for seed in range(20):
+    streamed = reader(family[1], tools=tools)
+    for piece in pieces(tok, reply, seed):
+      streamed.feed(piece.ids, piece.text)
+    streamed.finish()
+    if ''.join(piece.text for piece in pieces(tok, reply, seed)) == text:
+      assert streamed.reply() == read
 
 
 def test_a_good_call_beside_a_bad_one_is_a_call(formats):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.segments import as_text
-from ragen_jax.agent.tool_format import qwen_tools
+from ragen_jax.agent.tool_format import CallForm, qwen_tools
 from ragen_jax.serving.conversation.chat_format import QwenFormat
 from ragen_jax.serving.conversation.messages import TemplateOptions, from_chat, tools_from_chat
 from tests.support.chat_templates import (
@@ -41,7 +41,7 @@ def test_the_published_template_of_qwen_2_5_has_the_same(real_model):
   assert tokenizer.tools_refused == '' and tokenizer.tools == qwen_tools(tokenizer.format)
 
 
-@pytest.mark.parametrize('name', [*KINDS, 'smollm2-135m-instruct', 'r1-distill-qwen-random'])
+@pytest.mark.parametrize('name', [*(KINDS.keys() - TOOL_KINDS), 'smollm2-135m-instruct', 'r1-distill-qwen-random'])
 def test_templates_without_tools_say_so_and_get_qwen_s(tmp_path, name, request):
   directory = write_tokenizer(tmp_path, KINDS[name]) if name in KINDS else request.getfixturevalue('real_model')(name)
   tokenizer = ChatTokenizer(directory)
@@ -85,9 +85,9 @@ def test_a_tokenizer_without_a_template_says_so(tmp_path):
     # What a conversation of marks does not show.
     ('c.function.arguments | tojson', 'c.function.arguments | tojson | lower', ''),
     ('c.function.arguments | tojson', 'c.function.arguments | string | replace("\'", \'"\')', ''),
-    ('+ m.content + "\n</tool_response>"', '+ m.content | trim + "\n</tool_response>"', 'of user, assistant, tool, '),
+    ('+ m.content + "\n</tool_response>"', '+ m.content | upper + "\n</tool_response>"', ''),
     ('{% if loop.last or messages', '{% if messages', ''),
-    ('{% if text or not loop.first %}', '{% if not loop.first %}', 'of user, assistant, tool, assistant, user, '),
+    ('{% if text or not loop.first %}', '{% if text %}', 'of user, assistant, tool, assistant, user, '),
     ('{% for t in tools %}', '{% for t in tools[:2] | sort(attribute="function.name") %}', ''),
   ],
 )
@@ -96,6 +96,59 @@ def test_templates_that_write_tools_in_another_way_are_not_followed(tmp_path, ol
   tokenizer = found(tmp_path, QWEN25_TOOLS.replace(old, new))
   assert tokenizer.tools_refused.startswith(f'model.path={tmp_path}: its chat template cannot be followed: {message}')
   assert '\n' not in tokenizer.tools_refused and tokenizer.tools == qwen_tools(tokenizer.format)
+
+
+@pytest.mark.parametrize(
+  ('old', 'new', 'changes'),
+  [
+    ('+ m.content + "\n</tool_response>"', '+ m.content | trim + "\n</tool_response>"', {'strips_results': True}),
+    ('{% if text or not loop.first %}', '{% if not loop.first %}', {'before_calls': ''}),
+    (
+      '{% if text or not loop.first %}{{ "\n" }}', '{{ "\n" if not loop.first else "\n\n" if text else "" }}{% if 0 %}',
+      {'before_calls': '\n\n'},
+    ),
+  ],
+)  # fmt: skip
+def test_what_a_template_does_around_calls_and_results_is_followed(tmp_path, old, new, changes):
+  assert old in QWEN25_TOOLS
+  tokenizer = found(tmp_path, QWEN25_TOOLS.replace(old, new))
+  assert tokenizer.tools_refused == ''
+  assert tokenizer.tools == dataclasses.replace(qwen_tools(tokenizer.format), **changes)
+
+
+@pytest.mark.parametrize(
+  ('name', 'form'),
+  [
+    ('qwen3.5', CallForm.PARAMETERS), ('qwen3.5-small', CallForm.PARAMETERS), ('qwen3.6', CallForm.JSON_PARAMETERS),
+    ('qwen3-tools', CallForm.JSON),
+  ],
+)  # fmt: skip
+def test_the_form_of_calls_is_that_of_the_template(tmp_path, name, form):
+  tokenizer = ChatTokenizer(write_tokenizer(tmp_path, TOOL_KINDS[name]))
+  assert tokenizer.tools_refused == '' and tokenizer.tools.call_form is form
+  assert tokenizer.tools.empty_thoughts == tokenizer.tools.strips_results == (form is not CallForm.JSON)
+
+
+@pytest.mark.parametrize(
+  ('old', 'new'),
+  [
+    ("{{ '\n</parameter>\n' }}", "{{ '</parameter>\n' }}"),
+    ("'<parameter=' + name", "'<argument=' + name"),
+    ("{{ '</function>\n</tool_call>' }}{% endfor %}{{ '<|im_end|>", "{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>"),
+    ('value | string }}', 'value | string | lower }}'),
+    ("+ text + '\n</tool_response>'", "+ text + '</tool_response>'"),
+    ('{% if loop.index0 > ns.asked %}', '{% if loop.index0 > ns.asked and loop.last %}'),
+  ],
+)
+def test_other_templates_with_parameters_are_followed_or_refused(tmp_path, old, new):
+  template = KINDS['qwen3.5'].template
+  assert template.count(old) == 1
+  kind = dataclasses.replace(KINDS['qwen3.5'], template=template.replace(old, new))
+  tokenizer = ChatTokenizer(write_tokenizer(tmp_path, kind))
+  if 'tool_response' in old or 'asked' in old:
+    assert tokenizer.tools_refused == '' and tokenizer.tools.empty_thoughts == ('asked' not in old)
+  else:
+    assert 'of the calls of a reply it writes' in tokenizer.tools_refused
 
 
 def test_the_template_for_tools_is_taken_if_there_are_several(tmp_path):

@@ -128,6 +128,77 @@ def test_the_ids_of_an_episode_are_those_of_the_template(env, name, tmp_path, re
   assert row.tokens[0][row.loss_mask[0]].tolist() == sampled
 
 
+def called(call, written):
+  """A call in the form of Qwen3.5; `written` are the parameters."""
+  parameters = ''.join(f'<parameter={name}>\n{value}\n</parameter>\n' for name, value in written.items())
+  return f'<tool_call>\n<function={json.loads(call)["name"]}>\n{parameters}</function>\n</tool_call>'
+
+
+SHOUTED = called(SHOUT, {'text': 'a <b> é'})
+BOOKED = called(BOOK, {'city': 'Turin', 'nights': '2', 'breakfast': 'True', 'price': ' 80'})
+
+
+@pytest.mark.parametrize('name', ['qwen3.5', 'qwen3.5-small', 'qwen3.6'])
+def test_calls_with_parameters_have_the_ids_of_the_template_and_the_types_of_the_tool(env, name, tmp_path):
+  directory = write_tokenizer(tmp_path / 'model', TOOL_KINDS[name])
+  tokenizer = ChatTokenizer(directory)
+  thinks = name != 'qwen3.5-small'  # whose template opens replies with an empty thought
+  thought, style = 'hm\n</think>\n\n' if thinks else '', {'force_prefix': False}
+  style['format'] = 'free_think' if thinks else 'no_think'
+  speaker = Says(f'{thought}{SHOUTED}', f'{thought}{BOOKED}', f'{thought}<answer>Ada</answer>')
+  episode, rollout = play(env, tokenizer, speaker, **style)
+  shout, book, answer = episode.turns
+  assert episode.status is Status.SUCCESS and all(turn.valid for turn in episode.turns)
+  arguments = {'city': 'Turin', 'nights': 2, 'breakfast': True, 'price': 80}
+  assert shout.actions == [tagged(SHOUT)]
+  assert book.actions == [tagged(json.dumps({'name': 'book', 'arguments': arguments}))]
+  assert answer.observation == "book: ('Turin', 2, 80, True, 'small')"
+  _, context = context_of(env, tokenizer, **style)
+  messages = context.messages(0, episode.turns[:-1], answer.observation, answer.actions_left)
+  assert [message['role'] for message in messages] == ['system', 'user', 'assistant', 'tool', 'assistant', 'tool']
+  written = {'city': 'Turin', 'nights': 2, 'breakfast': 'True', 'price': ' 80'}  # texts are written as they are
+  for i, sent in ((2, json.loads(SHOUT)), (4, {'name': 'book', 'arguments': written})):
+    messages[i] = {'role': 'assistant', 'content': '<think>\nhm\n</think>' if thinks else ''}
+    messages[i]['tool_calls'] = [{'type': 'function', 'id': 'x', 'function': sent}]
+  theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(
+    messages, tools=list(env.functions), tokenize=True, return_dict=False, add_generation_prompt=True
+  )
+  row = rollout.trajectory
+  assert row.tokens[0, : row.length[0] - len(answer.ids)].tolist() == theirs
+
+
+@pytest.mark.parametrize(
+  ('said', 'told'),
+  [
+    ('<function=shout>\n<parameter=text>\na\n</parameter>', None),
+    ('<function=shout>\n<parameter=text>\na\n</function>', None),
+    ('<parameter=text>\na\n</parameter>\n</function>', None),
+    ('<function=>\n</function>', None),
+    (SHOUT, None),
+    ('<function=shout>\n</function>', 'The argument "text" is missing'),
+    ('<function=Shout>\n<parameter=text>\na\n</parameter>\n</function>', "There is no tool 'Shout'."),
+    ('<function=book><parameter=city>Rome</parameter><parameter=nights>two</parameter></function>', '"nights" must be'),
+  ],
+)
+def test_parameters_that_are_no_right_call(env, tmp_path, said, told):
+  tokenizer = ChatTokenizer(write_tokenizer(tmp_path / 'model', TOOL_KINDS['qwen3.5-small']))
+  speaker = Says(f'<tool_call>\n{said}\n</tool_call>', '<answer>Ada</answer>')
+  episode, _ = play(env, tokenizer, speaker, format='no_think', force_prefix=False)
+  first, second = episode.turns
+  assert (first.valid, first.penalty) == (told is not None, -0.25 if told is None else 0.0)
+  assert second.observation.startswith('Question: Who is it?' if told is None else told)
+
+
+def test_the_solver_writes_calls_in_the_template_s_form(env, tmp_path):
+  tokenizer = ChatTokenizer(write_tokenizer(tmp_path / 'model', TOOL_KINDS['qwen3.5']))
+  _, context = context_of(env, tokenizer)
+  reply = written_reply(context, [f'{tagged(SHOUT)}\n{tagged(BOOK)}'], {'think': 'hm'})
+  booked = called(BOOK, {'city': 'Turin', 'nights': '2'})
+  assert reply.text.endswith(f'hm</think>\n{SHOUTED}\n{booked}')
+  parsed = context.parse(0, reply.text, reply.ids)
+  assert parsed.valid and parsed.actions == (f'{tagged(SHOUT)}\n{tagged(BOOK)}',)
+
+
 @pytest.fixture(scope='module')
 def qwen(tmp_path_factory):
   return ChatTokenizer(write_tokenizer(tmp_path_factory.mktemp('qwen'), TOOL_KINDS['qwen2.5-tools']))
@@ -169,16 +240,19 @@ BROKEN = '<tool_call>\n{"name": "shout", "arguments": \n</tool_call>'
     # Called, in another form: a penalty.
     (f'</think>{tagged(SHOUT)}\nDone.', False, 'shout: A <B> É\nCalls of shout left: 1.', 'tool'),
     # Mistakes that the policy reads.
-    (f'</think>\n{tagged(SHOUT)}\n{tagged(BOOK)}', True, 'A reply has one call. Allowed: {"name": "shout", ', 'tool'),
+    (
+      f'</think>\n{tagged(SHOUT)}\n{tagged(BOOK)}', True,
+      'A reply has one call. Allowed: shout with the arguments {', 'tool',
+    ),
     (
       '</think>' + tagged('{"name": "Shout", "arguments": {"text": "a"}}'), True,
-      'There is no tool \'Shout\'. Allowed: {"name": "shout", "arguments": {"text": text}}, {"name": "book", ', 'tool',
+      'There is no tool \'Shout\'. Allowed: shout with the arguments {"text": text}, book with ', 'tool',
     ),
     ('</think>' + tagged('{"name": "shout", "arguments": {"text": " "}}'), True, 'The text is empty.', 'tool'),
     ('</think>' + tagged('{"name": "shout", "arguments": {"text": 3}}'), True, '"text" must be: text.', 'tool'),
     (
       '</think>' + tagged('{"name": "shout", "arguments": {"x": 3}}'), True,
-      "'x' is no argument; write {\"name\": \"shout\", \"arguments\": {\"text\": text}}.", 'tool',
+      "'x' is no argument; write shout with the arguments {\"text\": text}.", 'tool',
     ),
   ],
 )  # fmt: skip
@@ -213,7 +287,7 @@ def test_results_open_and_close_nothing(env, qwen):
 def test_the_call_s_budget_is_told_in_its_result(env, qwen):
   speaker = Says(*[f'</think>{tagged(SHOUT)}'] * 3, '</think><answer>Ada</answer>')
   episode, _ = play(env, qwen, speaker)
-  assert episode.turns[3].observation.startswith('No call of shout is left. Allowed: {"name": "book", ')
+  assert episode.turns[3].observation.startswith('No call of shout is left. Allowed: book with the arguments {')
   assert sum(turn.metrics['shout_calls'] for turn in episode.turns) == 2
 
 
@@ -279,8 +353,8 @@ def test_models_without_calls_are_refused(env, tmp_path):
     context_of(env, blind)
   assert str(e.value) == (
     f"envs.Tools.tools_format='template': allowed: 'text' with this model. model.path={tmp_path / 'blind'}: its chat "
-    'template cannot be followed: it does not write tools; a template must write tools as JSON, and calls as '
-    '<tool_call>{"name": ..., "arguments": {...}}</tool_call>, such as that of Qwen2.5'
+    'template cannot be followed: it does not write tools; a template must write tools as JSON, and calls between '
+    '<tool_call> and </tool_call> as that of Qwen2.5 (JSON) or that of Qwen3.5 (a tag for each argument)'
   )
 
 

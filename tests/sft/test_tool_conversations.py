@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pathlib
 import shutil
@@ -10,10 +11,11 @@ import shutil
 import numpy as np
 import pytest
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.tool_format import CallForm
 from ragen_jax.models import presets
 from ragen_jax.serving.conversation.chat_format import QwenFormat
 from ragen_jax.serving.conversation.messages import TemplateOptions
@@ -149,12 +151,16 @@ def test_the_rows_are_those_of_an_agent_program(pair):
 
 def test_the_loss_is_on_replies_with_calls_and_stop_tokens(pair):
   ours, _ = pair
-  forced = ours.format.forced
+  forced = '' if ours.format.no_thought else ours.format.forced  # the last reply thinks
   messages = [said('system', 'S'), *TALK, said('user', 'q'), said('assistant', '<think>x', weight=0)]
   messages[6]['weight'] = 0
   messages.append(said('user', 'behind the last reply'))
   ids, mask = encode(ours, messages, [LOOK, ADD])
-  called = '<tool_call>\n{"name": "look", "arguments": {"x": "ü \\"up\\"\\n", "y": [1, 2.5, null, {}]}}\n</tool_call>'
+  called = '{"name": "look", "arguments": {"x": "ü \\"up\\"\\n", "y": [1, 2.5, null, {}]}}'
+  if ours.tools.call_form is not CallForm.JSON:
+    called = '<function=look>\n<parameter=x>\nü "up"\n\n</parameter>\n<parameter=y>\n[1, 2.5, null, {}]\n</parameter>'
+    called += '\n</function>'
+  called = f'<tool_call>\n{called}\n</tool_call>'
   assert spans(ours, ids, mask) == [f'{called}<|im_end|>', 'Here.<|im_end|>', 'It is 3.<|im_end|>']
   assert 'behind' not in ours.decode(ids)
   # What the template forces at the beginning of a reply has no loss; no other prefix is forced on agent programs.
@@ -184,6 +190,11 @@ def arguments(texts):
   return st.dictionaries(texts, nested, max_size=3)
 
 
+def can_be_read(tokenizer, sent):
+  """Whether the names of arguments end where their tags do."""
+  return tokenizer.tools.call_form is CallForm.JSON or not any(set('>\n') & set(name) for name in sent)
+
+
 def read_back(tokenizer, ids, mask):
   """The names and arguments of the calls that the server reads in the last trained reply, and its content."""
   start = int(np.flatnonzero(~mask)[-1]) + 1
@@ -202,6 +213,7 @@ def test_any_call_has_the_tokens_of_the_template_and_is_read_back(pair, sent, co
   ours, theirs = pair
   # Qwen's tokenizers compose characters, which is no mistake of a call.
   sent = [json.loads(ours.decode(ours.encode_once(json.dumps(x, ensure_ascii=False)))) for x in sent]
+  assume(all(map(functools.partial(can_be_read, ours), sent)))
   calls = [call(f'c{k}', 'look', x) for k, x in enumerate(sent)]
   thought = {'reasoning_content': 'hm'}
   messages = [said('user', 'q'), said('assistant', content, tool_calls=calls, **thought)]
@@ -212,8 +224,11 @@ def test_any_call_has_the_tokens_of_the_template_and_is_read_back(pair, sent, co
   assert list(ids) == ids_of(theirs, messages, [LOOK])
   read, text = read_back(ours, ids, mask)
   assert [name for name, _ in read] == ['look'] * len(sent)
-  # Text compares 1 with 1.0, and True with 1.
-  assert [json.dumps(json.loads(x), sort_keys=True) for _, x in read] == [json.dumps(x, sort_keys=True) for x in sent]
+  if ours.tools.call_form is CallForm.JSON:  # text compares 1 with 1.0, and True with 1
+    assert [json.dumps(json.loads(x), sort_keys=True) for _, x in read] == [json.dumps(x, sort_keys=True) for x in sent]
+  else:  # values of parameters without a type are texts
+    as_sent = [json.dumps(x, ensure_ascii=False) for x in sent]
+    assert [ours.tools.call_text('look', x) for _, x in read] == [ours.tools.call_text('look', x) for x in as_sent]
   assert text == content
 
 
@@ -222,6 +237,7 @@ def test_any_call_has_the_tokens_of_the_template_and_is_read_back(pair, sent, co
 @pytest.mark.slow_cases('qwen2.5-tools', 'other-tools')
 def test_tags_in_texts_of_calls_and_results_never_become_tokens(pair, sent, hostile):
   ours, _ = pair
+  assume(can_be_read(ours, sent))
   by_token = all(tag in ours.added for tag in CALL_TAGS)
   tool = {'type': 'function', 'function': {'name': 'look', 'description': hostile}}
 
@@ -242,7 +258,7 @@ def test_tags_in_texts_of_calls_and_results_never_become_tokens(pair, sent, host
     assert np.count_nonzero(ids == token) == np.count_nonzero(plain == token)
   first = np.flatnonzero(ids == ours.stop_ids[0])[2 if ours.decode(ids).startswith('<|im_start|>system') else 1]
   (read,), _ = read_back(ours, ids[: first + 1], mask[: first + 1])
-  assert read == ('look', ours.decode(ours.encode_once(text)))
+  assert ours.tools.call_text(*read) == ours.decode(ours.encode_once(ours.tools.call_text('look', text)))
 
 
 def test_tags_in_the_system_message_and_in_questions_are_text(pair):
@@ -317,8 +333,8 @@ def test_a_template_without_tools_is_refused_in_one_line(name, request, tmp_path
     from_file(str(path), conversations.read(str(path)), tokenizer, '', 2000)
   assert str(e.value) == (
     f'sft.data={str(path)!r}: line 2: tools are look, add; allowed: none with this model. model.path={directory}: its '
-    'chat template cannot be followed: it does not write tools; a template must write tools as JSON, and calls as '
-    '<tool_call>{"name": ..., "arguments": {...}}</tool_call>, such as that of Qwen2.5'
+    'chat template cannot be followed: it does not write tools; a template must write tools as JSON, and calls '
+    'between <tool_call> and </tool_call> as that of Qwen2.5 (JSON) or that of Qwen3.5 (a tag for each argument)'
   )
 
 

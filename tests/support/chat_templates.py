@@ -40,28 +40,52 @@ QWEN3 = (
 )
 # Contents are stripped, and may be lists with images; a system message comes first or never, and somebody must ask.
 # Replies behind the last question have a thought, if only an empty one. Small models do not think unless they are told
-# to.
+# to. Tools stand before the system message, and calls have a tag for each argument.
 _QWEN3_5 = (
   '{% macro shown(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}'
   "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}"
   '{% endfor %}{% endif %}{% endmacro %}'
+  "{% if tools %}{{ '<|im_start|>system\n# Tools\n\nThere are functions:\n\n<tools>' }}"
+  "{% for t in tools %}{{ '\n' + t | tojson }}{% endfor %}"
+  "{{ '\n</tools>\n\nA call:\n\n<tool_call>\n<function=a_name>\n<parameter=a_parameter>\na value\n</parameter>\n' }}"
+  "{{ '</function>\n</tool_call>' }}"
+  "{% if messages[0].role == 'system' %}{{ '\n\n' + shown(messages[0].content) | trim }}{% endif %}"
+  "{{ '<|im_end|>\n' }}{% endif %}"
   '{% set ns = namespace(asked=-1) %}'
   "{% for m in messages %}{% if m.role == 'user' and not (shown(m.content) | trim).startswith('<tool_response>') %}"
   '{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}'
   "{% if ns.asked < 0 %}{{ raise_exception('Nobody asks.') }}{% endif %}"
   '{% for m in messages %}{% set text = shown(m.content) | trim %}'
   "{% if m.role == 'system' and not loop.first %}{{ raise_exception('A system message comes first.') }}{% endif %}"
-  "{% if m.role == 'assistant' %}{% set thought = '' %}{% if '</think>' in text %}"
+  "{% if m.role == 'assistant' %}{% set thought = (m.reasoning_content or '') | trim %}{% if '</think>' in text %}"
   "{% set thought = text.split('</think>')[0].split('<think>')[-1] | trim %}"
   "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
   "{{ '<|im_start|>assistant\n' }}"
-  "{% if loop.index0 > ns.asked %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
-  "{{ text + '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endif %}"
+  "{% if loop.index0 > ns.asked %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ text }}"
+  "{% for c in m.tool_calls or [] %}{{ '\n' if not loop.first else '\n\n' if text else '' }}"
+  "{{ '<tool_call>\n<function=' + c.function.name + '>\n' }}"
+  "{% for name, value in c.function.arguments | items %}{{ '<parameter=' + name + '>\n' }}"
+  "{{ VALUE }}{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+  "{% elif m.role == 'tool' %}"
+  "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+  "{{ '\n<tool_response>\n' + text + '\n</tool_response>' }}"
+  "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+  "{% elif m.role == 'user' or not tools %}{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endif %}"
   "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
   "{% if THINKS %}{{ '<think>\n' }}{% else %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-QWEN3_5 = _QWEN3_5.replace('THINKS', 'enable_thinking is not defined or enable_thinking')
-QWEN3_5_SMALL = _QWEN3_5.replace('THINKS', 'enable_thinking is defined and enable_thinking')
+_PYTHON_VALUE = 'value | tojson if value is mapping or value is sequence and value is not string else value | string'
+_JSON_VALUE = 'value if value is string else value | tojson'
+
+
+def _qwen3_5(thinks: str, value: str = _PYTHON_VALUE) -> str:
+  """The template; `thinks` says whether replies think, and `value` writes an argument."""
+  return _QWEN3_5.replace('THINKS', thinks).replace('VALUE', value)
+
+
+QWEN3_5 = _qwen3_5('enable_thinking is not defined or enable_thinking')
+QWEN3_5_SMALL = _qwen3_5('enable_thinking is defined and enable_thinking')
+QWEN3_6 = _qwen3_5('enable_thinking is not defined or enable_thinking', _JSON_VALUE)
 _USER, _ASSISTANT = '<\uff5cUser\uff5c>', '<\uff5cAssistant\uff5c>'
 _BEGIN, _END = (f'<\uff5c{x}\u2581of\u2581sentence\uff5c>' for x in ('begin', 'end'))
 _R1 = (
@@ -261,6 +285,10 @@ TOOL_KINDS = {
   'qwen2.5-tools': Kind(QWEN25_TOOLS, CHATML_TOKENS, CALL_TAGS, eos='<|im_end|>'),
   'qwen3-tools': Kind(QWEN3_TOOLS, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
   'qwen3-thinking': Kind(QWEN3_THINKING, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
+  'qwen3.5': KINDS['qwen3.5'],
+  'qwen3.5-small': KINDS['qwen3.5-small'],
+  # As Qwen3.5 but that true, false and null are written as JSON.
+  'qwen3.6': dataclasses.replace(KINDS['qwen3.5'], template=QWEN3_6),
   # Calls are found by text.
   'other-tools': Kind(OTHER_TOOLS, CHATML_TOKENS, eos='<|im_end|>'),
 }

@@ -91,5 +91,5 @@ def pieces(tok: ChatTokenizer, reply: Generated, seed: int) -> list[Piece]:
 
 def reader(fmt: QwenFormat, prompt=(), **changes) -> ReplyReader:
   """A reader that looks for tool calls."""
-  options = dict(parse_calls=True, bad_calls=BadCalls.CONTENT, parallel=True, call_id='call_{}'.format)
+  options = dict(parse_calls=True, tools=(), bad_calls=BadCalls.CONTENT, parallel=True, call_id='call_{}'.format)
   return fmt.reader(prompt, **options | changes)

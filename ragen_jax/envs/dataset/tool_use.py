@@ -286,7 +286,7 @@ class ToolUse:
     if not answer.startswith(CALL):
       return Final(answer.strip(), self._metrics())
     tools = self._toolbox.tools
-    usages = [tool.json_usage for tool in tools.values() if self._left(row, tool) != 0]
+    usages = [tool.template_usage for tool in tools.values() if self._left(row, tool) != 0]
     allowed = f'Allowed: {", ".join([*usages, "your answer"])}.'
     try:
       name, arguments, problem = read_json_call(answer.removeprefix(CALL).removesuffix(END_CALL))
@@ -294,7 +294,7 @@ class ToolUse:
         raise WrongArguments(f'A reply has one call. {allowed}')
       if name not in tools:
         raise WrongArguments(f'There is no tool {cut(name, _SHOWN)!r}. {allowed}')
-      values = tools[name].read_json(arguments, tools[name].json_usage)
+      values = tools[name].read_json(arguments, tools[name].template_usage)
       if self._left(row, tools[name]) == 0:
         raise WrongArguments(f'No call of {name} is left. {allowed}')
       return name, values

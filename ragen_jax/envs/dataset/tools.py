@@ -26,7 +26,6 @@ from ragen_jax.envs.outside.images import read_text
 from ragen_jax.utils.errors import describe_error, one_line
 from ragen_jax.utils.imports import import_function
 from ragen_jax.utils.threads import Fault, run_calls
-from ragen_jax.utils.tool_calls import call_json
 
 CUT_MARK = ' [cut]'
 _LEAST_CHARS = 100
@@ -101,9 +100,9 @@ class Tool(abc.ABC):
     return f'{self.name}[{self._arguments if properties else ""}]'
 
   @property
-  def json_usage(self) -> str:
-    """How a call is written as JSON."""
-    return call_json(self.name, self._arguments)
+  def template_usage(self) -> str:
+    """What a call has, for calls that are written in the form of the chat template."""
+    return f'{self.name} with the arguments {self._arguments}'
 
   @property
   def _arguments(self) -> str:

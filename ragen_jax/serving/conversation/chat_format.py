@@ -1,8 +1,8 @@
 """Conversation: a model's chat format with tools and thoughts, messages to token ids.
 
 Text of a client never becomes a special token, so no message can end its turn or call a tool. What stands around
-messages, tools and results is that of the model's chat template (`agent.chat_template`, `agent.tool_format`). Calls are
-written as by Qwen2.5 and Qwen3, with tokens if the tokenizer has them, otherwise as text.
+messages, tools and results is that of the model's chat template (`agent.chat_template`, `agent.tool_format`), and so is
+the form of calls. Their tags are tokens if the tokenizer has them, otherwise text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.chat_template import END_THOUGHT, THOUGHT, Around, Thoughts
 from ragen_jax.agent.reply_reader import BadCalls, ReplyReader
 from ragen_jax.agent.segments import ImageSegment, ImageSpan, TextSegment, stripped
-from ragen_jax.agent.tool_format import FormatText, Part, call_parts
+from ragen_jax.agent.tool_format import FormatText, Part
 from ragen_jax.serving.conversation.messages import (
   Message,
   Role,
@@ -27,7 +27,7 @@ from ragen_jax.serving.conversation.messages import (
 )
 from ragen_jax.serving.errors import bad_request
 from ragen_jax.utils.errors import UserError
-from ragen_jax.utils.tool_calls import CALL, END_CALL, ToolCall, call_json, dump_json, parse_json
+from ragen_jax.utils.tool_calls import CALL, END_CALL, ToolCall, dump_json, parse_json
 
 _RESULT, _END_RESULT = '<tool_response>', '</tool_response>'
 
@@ -254,26 +254,28 @@ class QwenFormat:
     """A reply without what stands around it. `recent`: no query follows it; `last`: nothing follows it."""
     thought, text = self._split_thought(message)
     past = self._form.thoughts is Thoughts.PAST
-    shown = bool(thought) if self._keep_thoughts else past and recent and (last or bool(thought))
+    always = last or self._tokenizer.tools.empty_thoughts
+    shown = bool(thought) if self._keep_thoughts else past and recent and (always or bool(thought))
     items: list[_Item] = []
     if shown and self.family is Family.QWEN3:
       items += [*self._thought(thought), text.lstrip('\n')]
     else:
       items.append(text)
-    calls = [_write_call(call) for call in message.tool_calls]
-    return items + self._items(call_parts(calls, after_text=bool(text)))
+    calls = [(call.name, _arguments(call)) for call in message.tool_calls]
+    return items + self._items(self._tokenizer.tools.call_parts(calls, after_text=bool(text)))
 
   def _split_thought(self, message: Message) -> tuple[str, str]:
     """The thought and the text of an assistant, as far as the family tells them apart."""
     text = self._form.strip(Role.ASSISTANT, message.text)
     if self.family is not Family.QWEN3:
       return '', text if self._keep_thoughts else self._form.content(Role.ASSISTANT, text)
-    if message.reasoning or END_THOUGHT not in message.text:
-      return message.reasoning.strip('\n'), text
+    white = None if Role.ASSISTANT in self._form.stripped else '\n'
+    if message.reasoning or END_THOUGHT not in text:
+      return message.reasoning.strip(white), text
     if self._form.thoughts is not Thoughts.PAST and not self._keep_thoughts:
       return '', self._form.content(Role.ASSISTANT, text)
-    before, _, _ = message.text.partition(END_THOUGHT)
-    return before.rpartition(THOUGHT)[2].strip('\n'), message.text.rpartition(END_THOUGHT)[2].lstrip('\n')
+    before, _, _ = text.partition(END_THOUGHT)
+    return before.rpartition(THOUGHT)[2].strip(white), text.rpartition(END_THOUGHT)[2].lstrip('\n')
 
   def _thought(self, text: str) -> list[_Item]:
     return [self._marks[THOUGHT], f'\n{text}\n', self._marks[END_THOUGHT], '\n\n']
@@ -325,6 +327,7 @@ class QwenFormat:
     prompt: Sequence[int],
     *,
     parse_calls: bool,
+    tools: Sequence[Tool],
     bad_calls: BadCalls,
     parallel: bool,
     call_id: Callable[[int], str],
@@ -333,6 +336,7 @@ class QwenFormat:
 
     Args:
       parse_calls: whether tool calls are looked for; otherwise they are content.
+      tools: the functions that may be called; some forms of calls leave the types of arguments to them.
       parallel: whether calls after the first are kept.
       call_id: the id of a call, by its number in the reply; unique in a session, because clients send it back.
     """
@@ -346,6 +350,8 @@ class QwenFormat:
       bad_calls=bad_calls,
       parallel=parallel,
       call_id=call_id,
+      read_call=self._tokenizer.tools.read_call([tool.schema for tool in tools]),
+      before_calls=self._tokenizer.tools.before_calls,
     )
 
 
@@ -355,10 +361,9 @@ def _is_query(message: Message) -> bool:
   return message.role is Role.USER and not (text.startswith(_RESULT) and text.endswith(_END_RESULT))
 
 
-def _write_call(call: ToolCall) -> str:
-  """A call as the templates write it. Arguments that are no JSON stay as they are."""
+def _arguments(call: ToolCall) -> str:
+  """The arguments of a call as the templates write JSON. Those that are no JSON stay as they are."""
   try:
-    arguments = dump_json(parse_json(call.arguments or '{}'))
+    return dump_json(parse_json(call.arguments or '{}'))
   except (ValueError, RecursionError):
-    arguments = call.arguments
-  return call_json(call.name, arguments)
+    return call.arguments

@@ -310,6 +310,7 @@ class Service:
     return self.chat_format.reader(
       pending.prompts[index],
       parse_calls=pending.spec.parse_calls,
+      tools=pending.spec.tools,
       bad_calls=self.settings.bad_calls,
       parallel=pending.spec.parallel_tool_calls,
       call_id=lambda k: f'call_{stem}_{index}_{k}',

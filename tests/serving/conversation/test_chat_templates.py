@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.agent.chat_template import Thoughts
 from ragen_jax.serving.conversation.chat_format import Family, QwenFormat
-from ragen_jax.serving.conversation.messages import Message, Role, TemplateOptions, tools_from_chat
+from ragen_jax.serving.conversation.messages import Message, Role, TemplateOptions, from_chat, tools_from_chat
 from ragen_jax.serving.errors import ApiError
 from ragen_jax.utils.tool_calls import ToolCall
 from tests.agent.test_chat_template import REAL, reference
-from tests.support.chat_templates import KINDS, write_tokenizer
+from tests.support.chat_templates import KINDS, TOOL_KINDS, write_tokenizer
 from tests.support.wire import TOOL, reader
 
 OPEN = TemplateOptions(enable_thinking=True, add_generation_prompt=True, reply_prefix='')
@@ -205,11 +207,50 @@ def test_tools_stand_in_the_system_message_of_any_format(made):
     default = f'{around.default_system}\n\n' if around.default_system else ''
     assert text.startswith(f'{around.system.before}{default}# Tools\n\n'), name
     called = 'so\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    if 'qwen3.5' in name:
+      called = 'so\n\n<tool_call>\n<function=look>\n</function>\n</tool_call>'
     result = f'{around.user.before}<tool_response>\nr\n</tool_response>{around.user.after}'
     assert text.endswith(
       f'{around.assistant.before}{called}{around.assistant.after}{result}{around.assistant.before}{around.forced}'
     )
-    assert ids.count(ours.added.get('<tool_call>')) == (3 if '<tool_call>' in ours.added else 0)
+    listed = 1 if 'qwen3.5' in name else 2
+    assert ids.count(ours.added.get('<tool_call>')) == (listed + 1 if '<tool_call>' in ours.added else 0)
+
+
+@pytest.mark.parametrize('name', ['qwen3.5', 'qwen3.5-small', 'qwen3.6', 'qwen3-tools'])
+def test_histories_with_calls_have_the_ids_of_the_template(tmp_path, name):
+  directory = write_tokenizer(tmp_path, TOOL_KINDS[name])
+  theirs = transformers.AutoTokenizer.from_pretrained(directory)
+  form = QwenFormat(ChatTokenizer(directory), keep_thoughts=False)
+  arguments = {'a': ' x\n', 'b': [1, 'é', None], 'c': True, 'd': None, 'e': 2.5, 'f': {'g': False}, 'h': ''}
+  first, second = (
+    {'id': id_, 'type': 'function', 'function': {'name': 'look', 'arguments': given}}
+    for id_, given in (('a', arguments), ('b', {}))
+  )
+  talk = [
+    {'role': 'system', 'content': 'Be brief.'},
+    {'role': 'user', 'content': 'Where?'},
+    {'role': 'assistant', 'content': '', 'reasoning_content': 'earlier', 'tool_calls': [second]},
+    {'role': 'tool', 'content': 'here', 'tool_call_id': 'b'},
+    {'role': 'assistant', 'content': 'Here.'},
+    {'role': 'user', 'content': 'And?'},
+    {'role': 'assistant', 'content': 'So.', 'reasoning_content': '\n hm\n\nno ', 'tool_calls': [first, second]},
+    {'role': 'tool', 'content': '{"x": 1}', 'tool_call_id': 'a'},
+    {'role': 'tool', 'content': 'r', 'tool_call_id': 'b'},
+    {'role': 'assistant', 'content': '', 'tool_calls': [second]},
+    {'role': 'tool', 'content': '', 'tool_call_id': 'b'},
+  ]
+  if name == 'qwen3-tools':  # which keeps blanks at the ends of thoughts
+    talk[6]['reasoning_content'] = 'hm'
+  else:
+    talk[7]['content'] = ' {"x": 1}\n'
+  for end in (2, 4, 6, 9, 11):
+    expected = theirs.apply_chat_template(talk[:end], tools=[TOOL], return_dict=False, add_generation_prompt=True)
+    sent = json.loads(json.dumps(talk[:end]))
+    for call in (call for message in sent for call in message.get('tool_calls', ())):
+      call['function']['arguments'] = json.dumps(call['function']['arguments'])
+    rendered = list(form.render(from_chat(sent), tools_from_chat([TOOL]), OPEN))
+    assert rendered == list(expected), end
 
 
 _PIECES = [

@@ -1,0 +1,103 @@
+"""Calls of tools as a tag for each argument, as the templates of Qwen3-Coder and Qwen3.5 write them.
+
+<tool_call>
+<function=search>
+<parameter=query>
+Turin
+</parameter>
+</function>
+</tool_call>
+
+Texts are written as they are, other values as JSON; so the type of an argument is that of the tool's schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ragen_jax.utils.tool_calls import Problem, dump_json, encodable, parse_json
+
+_FUNCTION = re.compile(r'\s*<function=([^>\n]*)>')
+# The end tag is the first one that a parameter or the end of the function follows, so a value may hold the tag.
+_PARAMETER = re.compile(
+  r'\s*<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))', flags=re.DOTALL
+)
+_END = re.compile(r'\s*</function>\s*\Z')
+_SCALARS = {'true': 'true', 'false': 'false', 'null': 'null', 'none': 'null'}
+
+# Schemas of parameters by their names, of tools by their names.
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+def write_parameters(name: str, arguments: str, *, as_json: bool) -> str:
+  """The text of a call between its tags; arguments that are no JSON object stay as they are.
+
+  Args:
+    as_json: whether true, false and null are written as JSON; otherwise as Python's True, False and None.
+  """
+  try:
+    values = parse_json(arguments)
+  except ValueError:
+    values = None
+  if not isinstance(values, dict):
+    return f'<function={name}>\n{arguments}\n</function>'
+  written = (f'<parameter={key}>\n{_text(value, as_json)}\n</parameter>\n' for key, value in values.items())
+  return encodable(f'<function={name}>\n{"".join(written)}</function>')
+
+
+def _text(value: Any, as_json: bool) -> str:
+  if isinstance(value, str):
+    return value
+  return dump_json(value) if as_json or isinstance(value, dict | list) else str(value)
+
+
+def read_parameters(text: str, schemas: Schemas) -> tuple[str, str, Problem | None]:
+  """Reads the text between the tags of a call: the name, the arguments as JSON, and the problem.
+
+  With a problem, the name is '' if it cannot be read, and the arguments are the raw text from where reading fails. A
+  value is a text where the schema allows texts, and where it names no type and the value is neither an object nor an
+  array. A value that is not of its type is a text too.
+  """
+  opening = _FUNCTION.match(text)
+  if opening is None or not opening[1].strip():
+    return '', text, Problem.INVALID_PARAMETERS if opening is None else Problem.MISSING_NAME
+  name, at = encodable(opening[1].strip()), opening.end()
+  known = schemas.get(name, {})
+  arguments: dict[str, Any] = {}
+  while (found := _PARAMETER.match(text, at)) is not None:
+    arguments[found[1]] = _typed(found[2], known.get(found[1]))
+    at = found.end()
+  if _END.match(text, at) is None:
+    return name, encodable(text[at:].strip()), Problem.INVALID_PARAMETERS
+  return name, dump_json(arguments), None
+
+
+def _typed(text: str, schema: Any) -> Any:
+  """The value of a parameter."""
+  kinds, scalar = _kinds(schema), _SCALARS.get(text.strip().lower())
+  if scalar == 'null' and 'null' in kinds:
+    return None
+  if 'string' in kinds:
+    return text
+  try:
+    value = parse_json(scalar or text)
+  except ValueError:
+    return text
+  return value if kinds or isinstance(value, dict | list) else text
+
+
+def _kinds(schema: Any) -> set[str]:
+  """The types that a JSON schema names or lists the values of; empty if it does neither."""
+  if not isinstance(schema, Mapping):
+    return set()
+  named = schema.get('type', [])
+  kinds = {named} if isinstance(named, str) else {x for x in named if isinstance(x, str)}
+  for word in ('anyOf', 'oneOf', 'allOf'):
+    for inner in schema.get(word) or ():
+      kinds |= _kinds(inner)
+  if not kinds:
+    values = [*schema.get('enum', ()), *([schema['const']] if 'const' in schema else [])]
+    kinds |= {'string' if isinstance(x, str) else 'null' if x is None else 'other' for x in values}
+  return kinds
