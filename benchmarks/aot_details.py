@@ -147,9 +147,9 @@ def _decode_step(run: PlannedRun, topology: Topology, m: Measured | None) -> Dec
   floor = (weights * size + cache / tensor) / topology.chip.hbm_bandwidth
   loops = m.cost.work.loops if m and m.cost and m.cost.work else ()
   if not loops:
-    return DecodeStep(Seconds(math.nan, math.nan), floor, math.nan, math.nan)
+    return DecodeStep(Seconds(math.nan, math.nan, math.nan), floor, math.nan, math.nan)
   body = max(loops, key=lambda w: w.seconds)
-  seconds = Seconds(body.seconds, body.link_seconds(topology.chip))
+  seconds = Seconds(body.seconds, body.link_seconds(topology.chip), body.memory_waits)
   return DecodeStep(seconds, floor, body.collectives.get('all-gather', 0), sum(body.collectives.values()))
 
 

@@ -40,7 +40,7 @@ def cases_table(results: dict[str, Any], *, ahead: bool) -> str:
     ahead: programs were compiled ahead; without, a run waits for all.
   """
   head = ['Model and machine', 'GiB: rollout, evaluation, update', 'Rollout s', 'Scoring s', 'Update s', 'Links s',
-          'Iteration s', 'MFU of the update', 'Decode steps', 'Idle rows', 'Step / floor', 'Gathered a token, GB',
+          'Iteration s', *(['of it waits for memory s'] if ahead else []), 'MFU of the update', 'Decode steps', 'Idle rows', 'Step / floor', 'Gathered a token, GB',
           'Programs: first iteration, run', 'CPU s of their compilation',
           'of these awaited at least, until iteration' if ahead else 'of these awaited, until iteration',
           'Chip-hours']  # fmt: skip
@@ -60,6 +60,7 @@ def cases_table(results: dict[str, Any], *, ahead: bool) -> str:
         number(_total(device[n] for n in ('gradients', 'optimiser'))),
         number(_total(x['links'] for x in e['parts'].values())),
         number(e['iteration']),
+        *([number(_total(x.get('waiting') for x in e['parts'].values()))] if ahead else []),
         share(e['mfu']),
         str(e['rollout']['decode']) if 'rollout' in e else '',
         share(e['rollout']['idle']) if 'rollout' in e else '',

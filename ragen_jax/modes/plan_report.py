@@ -112,6 +112,8 @@ def _write_time(
     for name, x in found.parts.items()
     if x.total
   )
+  waiting = sum(x.waiting for x in found.parts.values())
+  waits = f' ({waiting:.2f} s of them waiting for memory)' if waiting >= 0.005 else ''
   costs = [m.cost for m in measured if m.cost is not None]
   source = 'operations and bytes at what such a chip reaches'
   if all(cost.timed for cost in costs):
@@ -119,11 +121,11 @@ def _write_time(
   listed = program_list.programs(run.config, run.trainer, run.sampling.rows)
   out.write(
     f'\nSeconds of an iteration, + collectives:   {parts}\n'
-    f'Together {found.iteration:.2f} s, {found.sampled / found.iteration:.0f} sampled tokens a second; evaluations '
+    f'Together {found.iteration:.2f} s{waits}, {found.sampled / found.iteration:.0f} sampled tokens a second; evaluations '
     f'{found.evaluation:.2f} s an iteration.\n'
     f'Cost of the run: {found.chip_hours:.1f} chip-hours of device time in {found.iterations} iterations.\n'
     f'Programs: {len(costs)} above, which take {sum(cost.compile_cpu_seconds for cost in costs):.0f} CPU s of '
     f'compilation; a run needs {program_list.describe(listed, images=bool(visual_columns(run.config)))}.\n'
-    f'Times are {source}, at the assumed lengths; the host, and what is read ahead too late, are not in them.\n'
+    f'Times are {source}, at the assumed lengths; the work of the host is not in them.\n'
     f'Numbers of the chip: {topology.chip.source}\n'
   )

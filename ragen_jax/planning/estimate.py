@@ -33,9 +33,10 @@ class Seconds:
 
   device: float = 0.0  # of the device's own work
   links: float = 0.0  # of collectives at least, with all links busy; none of it is hidden behind work
+  waiting: float = 0.0  # of `device`, the time in which kernels wait for copies from memory
 
   def __add__(self, other: Seconds) -> Seconds:
-    return Seconds(self.device + other.device, self.links + other.links)
+    return Seconds(self.device + other.device, self.links + other.links, self.waiting + other.waiting)
 
   @property
   def total(self) -> float:
@@ -106,6 +107,7 @@ def _seconds(m: Measured, topology: Topology) -> Seconds:
   if m.program.runs == 0:
     return Seconds()
   if m.cost is None or m.cost.work is None:
-    return Seconds(math.nan, math.nan)
+    return Seconds(math.nan, math.nan, math.nan)
   work = m.cost.work
-  return Seconds(m.program.runs * work.seconds, m.program.runs * work.link_seconds(topology.chip))
+  seconds = Seconds(work.seconds, work.link_seconds(topology.chip), work.memory_waits)
+  return Seconds(*(m.program.runs * x for x in dataclasses.astuple(seconds)))

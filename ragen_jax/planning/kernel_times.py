@@ -2,7 +2,9 @@
 
 For TPUs, the compiler writes its own estimate in cycles beside each kernel. Where there is none, a kernel takes the
 longer of two times: its products at a share of the chip's peak, and its bytes of HBM at a share of the bandwidth.
-Collectives are not part of the time; their bytes are told by kind.
+TPUs copy between HBM and the memory of the core while kernels run. The schedule is replayed: a copy begins when the
+memory is free, and whoever needs it waits for its end. Collectives are not part of the time; their bytes are told by
+kind.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ _GPU_KERNEL = 2e-6
 _NO_CYCLES = 2**60
 
 _COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
+# Copies that go on while kernels run. Their results are both ends and a counter; those of slices have the source first.
+_COPIES, _ENDS_OF_COPIES = ('copy-start', 'slice-start'), ('copy-done', 'slice-done')
+_CALLS = ('while', 'conditional', 'call', 'async-start')
 # Instructions that move no data.
 _FREE = frozenset({
   'parameter', 'constant', 'get-tuple-element', 'tuple', 'bitcast', 'after-all', 'partition-id', 'replica-id', 'domain',
-  'opt-barrier', 'add-dependency', 'copy-done', 'async-done', 'async-update', 'send-done', 'recv-done',
+  'opt-barrier', 'add-dependency', 'async-done', 'async-update', 'send-done', 'recv-done',
   'all-gather-done', 'all-reduce-done', 'collective-permute-done',
 })  # fmt: skip
 
@@ -40,12 +45,13 @@ _FREE = frozenset({
 class Work:
   """What a device does."""
 
-  seconds: float = 0.0  # without collectives
+  seconds: float = 0.0  # without collectives, with `memory_waits`
   kernels: int = 0  # number of those that are started
   collectives: dict[str, float] = dataclasses.field(default_factory=dict)  # bytes of results, by kind
   sent: float = 0.0  # bytes that a device sends at least for collectives, in a ring
   waits: float = 0.0  # seconds that the collectives take besides, however few their bytes
   loops: tuple[Work, ...] = ()  # whose number of runs the compiler does not know, and those in them, one run each
+  memory_waits: float = 0.0  # of `seconds`, those in which the next kernel waits for a copy between HBM and the core
 
   def __add__(self, other: Work) -> Work:
     return Work(
@@ -58,6 +64,7 @@ class Work:
       self.sent + other.sent,
       self.waits + other.waits,
       self.loops + other.loops,
+      self.memory_waits + other.memory_waits,
     )
 
   @classmethod
@@ -66,12 +73,20 @@ class Work:
     if found is None:
       return None
     loops = tuple(cls.from_dict(x) for x in found['loops'])
-    return cls(found['seconds'], found['kernels'], found['collectives'], found['sent'], found['waits'], loops)
+    return cls(**found | {'loops': loops})
 
   def times(self, n: float) -> Work:
     """`n` runs; its loops are still told for one run."""
     collectives = {kind: size * n for kind, size in self.collectives.items()}
-    return Work(self.seconds * n, self.kernels * n, collectives, self.sent * n, self.waits * n, self.loops)
+    return dataclasses.replace(
+      self,
+      seconds=self.seconds * n,
+      kernels=self.kernels * n,
+      collectives=collectives,
+      sent=self.sent * n,
+      waits=self.waits * n,
+      memory_waits=self.memory_waits * n,
+    )
 
   def link_seconds(self, chip: Chip) -> float:
     """Seconds of the collectives, none of them hidden behind work."""
@@ -92,9 +107,29 @@ class _Reader:
 
   def of(self, name: str) -> Work:
     if name not in self._known:
-      lines = self._program.computations.get(name, {})
-      self._known[name] = sum((self._one(x, lines) for x in lines.values()), Work())
+      self._known[name] = self._replay(self._program.computations.get(name, {}))
     return self._known[name]
+
+  def _replay(self, lines: dict[str, Instruction]) -> Work:
+    """The work of instructions in the order of their schedule, with the waits for copies."""
+    total, clock, free = Work(), 0.0, 0.0  # seconds; `free`: when HBM has done what was asked of it
+    ready: dict[str, float] = {}  # when a copy ends
+    for x in lines.values():
+      if x.opcode in _COPIES:
+        free = ready[x.name] = max(free, clock) + x.results[1].bytes / self._chip.hbm_bandwidth
+      elif x.opcode in _ENDS_OF_COPIES:
+        waits = max(ready.get(x.operands[0], 0.0) - clock, 0.0)
+        clock += waits
+        total += Work(waits, memory_waits=waits)
+      else:
+        work = self._one(x, lines)
+        if work.seconds and x.opcode not in _CALLS:  # what a kernel reads and writes itself delays the copies
+          operands = [lines[name] for name in x.operands if name in lines]
+          moved = self._moved(x, operands) / self._chip.hbm_bandwidth
+          free = max(free, clock) + min(moved, work.seconds)
+        clock += work.seconds
+        total += work
+    return total
 
   def _one(self, x: Instruction, lines: dict[str, Instruction]) -> Work:
     if x.opcode == 'while':

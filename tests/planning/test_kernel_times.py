@@ -297,6 +297,57 @@ def test_operations_are_those_that_xla_counts():
   assert found == pytest.approx(compiled.cost_analysis()['flops'], rel=0.02)
 
 
+def _kernel(name, of, cycles, memory=''):
+  config = f'backend_config={{"estimated_cycles":"{cycles}"}}'
+  return f'%{name} = bf16[1024,1024]{{1,0:T(8,128){memory}}} fusion({of}), kind=kLoop, calls=%none, {config}'
+
+
+def _copy(k, of='%x'):
+  both = 'bf16[1024,1024]{1,0:T(8,128)}, bf16[1024,1024]{1,0:T(8,128)S(1)}, u32[]{:S(2)}'
+  return f'%copy-start.{k} = ({both}) copy-start({of})'
+
+
+def _end(k):
+  return f'%copy-done.{k} = bf16[1024,1024]{{1,0:T(8,128)S(1)}} copy-done(%copy-start.{k})'
+
+
+def test_kernels_wait_for_copies_that_work_does_not_hide():
+  copy, short, long = _SIZE / TPU.hbm_bandwidth, 1500, 15000  # 2.56 us; cycles of 1 and of 10 us
+  on_chip = 'S(1)'
+  waits = _of([_copy(1), _kernel('a', '', short, on_chip), _end(1), _kernel('b', '%copy-done.1', short, on_chip)])
+  assert waits.memory_waits == pytest.approx(copy - 1e-6) and waits.seconds == pytest.approx(copy + 1e-6)
+  assert waits.kernels == 2
+  hidden = _of([_copy(1), _kernel('a', '', long, on_chip), _end(1), _kernel('b', '%copy-done.1', short, on_chip)])
+  assert hidden.memory_waits == 0 and hidden.seconds == pytest.approx(11e-6)
+  # One after the other; the second one ends later than the kernel.
+  two = _of([_copy(1), _copy(2), _kernel('a', '', short, on_chip), _end(1), _end(2)])
+  assert two.memory_waits == pytest.approx(2 * copy - 1e-6)
+  # What a kernel reads and writes itself takes its part of the memory's time, and no more than its own time.
+  reads = _of([_kernel('a', '%x', short), _copy(1), _kernel('b', '%x', long), _end(1)])
+  assert reads.memory_waits == 0
+  busy = _of([_copy(1), _kernel('a', '%x', short), _end(1), _copy(2), _end(2)])
+  # The kernel uses the memory for as long as it runs, so the second copy begins 1 us later.
+  assert busy.memory_waits == pytest.approx(2 * copy)
+
+
+def test_waits_count_as_often_as_loops_run():
+  body = """\
+%body (p: (s32[], bf16[1024,1024])) -> (s32[], bf16[1024,1024]) {
+  %p = (s32[], bf16[1024,1024]{1,0}) parameter(0)
+  %x = bf16[1024,1024]{1,0} get-tuple-element(%p), index=1
+  COPY
+  END
+  ROOT %t = (s32[], bf16[1024,1024]{1,0}) tuple(%p, %copy-done.1)
+}
+""".replace('COPY', _copy(1)).replace('END', _end(1))
+  loop = '%w = (s32[], bf16[1024,1024]{1,0}) while(%x), condition=%none, body=%body'
+  known = _of([f'{loop}, backend_config={{"known_trip_count":{{"n":"7"}}}}'], body)
+  assert known.memory_waits == pytest.approx(7 * _SIZE / TPU.hbm_bandwidth) == known.seconds
+  unknown = _of([loop], body, loop_trips=3)
+  assert unknown.memory_waits == pytest.approx(3 * _SIZE / TPU.hbm_bandwidth)
+  assert unknown.loops[0].memory_waits == pytest.approx(_SIZE / TPU.hbm_bandwidth)
+
+
 def test_work_goes_through_json():
-  found = Work(1.0, 2, {'all-gather': 3}, 4.0, 0.5, (Work(5.0, 6, {'all-reduce': 7}, 8.0, 0.25),))
+  found = Work(1.0, 2, {'all-gather': 3}, 4.0, 0.5, (Work(5.0, 6, {'all-reduce': 7}, 8.0, 0.25),), 0.75)
   assert Work.from_dict(dataclasses.asdict(found)) == found and Work.from_dict(None) is None
