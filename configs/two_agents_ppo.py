@@ -1,4 +1,6 @@
-"""PPO on FrozenLake 4x4 for one of two agents that move in turns; the other plays with frozen weights (docs/agents.md).
+"""PPO on FrozenLake 4x4 for one of two agents that move in turns; the other plays with frozen weights.
+
+docs/agent_training.md explains both.
 
 pip install -r requirements-serve.txt -r requirements-endpoint.txt
 python main.py --config=configs/two_agents_ppo.py

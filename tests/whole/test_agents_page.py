@@ -29,7 +29,7 @@ from ragen_jax.serving.types import AttemptState
 from ragen_jax.serving.wire.fields import CHAT, COMPLETIONS, RESPONSES, Treatment
 from tests.support.paths import ROOT
 
-PAGES = ('agents', 'agent_training', 'agent_server', 'prompt_optimisation')
+PAGES = ('agents', 'agents_reference', 'agent_training', 'agent_server', 'prompt_optimisation')
 PAGE = '\n'.join((ROOT / 'docs' / f'{name}.md').read_text(encoding='utf-8') for name in PAGES)
 
 
@@ -127,10 +127,16 @@ def test_the_metrics_page_explains_asynchronous_training():
 
 
 def test_the_page_names_the_variables_of_a_program():
-  told = {name: about for name, about in _tables(_section('### A command'))[0]}
+  told = {name: about for name, about in _tables(_section('## A command'))[0]}
   task = _task('http://127.0.0.1:1')
   assert told['RAGEN_TASK'] == 'the task as JSON: ' + ', '.join(task.to_json())
   assert set(told) == {'RAGEN_TASK', 'RAGEN_BASE_URL', 'RAGEN_KEY', 'OPENAI_BASE_URL', 'OPENAI_API_KEY'}
+
+
+def test_the_guide_fits_on_two_printed_pages():
+  lines = (ROOT / 'docs' / 'agents.md').read_text(encoding='utf-8').splitlines()
+  assert len(lines) <= 135
+  assert max(map(len, lines)) <= 120
 
 
 # -- The programs of the page, against a server that answers the same to everybody. ------------------------------------
@@ -226,7 +232,7 @@ def test_the_environment_of_the_page_can_be_played(programs, monkeypatch):
   config = command_line.load_config('my_environment.py')
   checks.check_config(config)
   assert config.envs.Agent.runner == 'env:FrozenLake'
-  (names,) = {re.findall(r'names? `(\w+)` and `(\w+)`', _section('### An environment of this project'))[0]}
+  (names,) = {re.findall(r'names? `(\w+)` and `(\w+)`', _section('## An environment of this project'))[0]}
   assert (*names, config.serve.success_reward) == (REWARD, PENALTY, SUCCESS)
 
 
