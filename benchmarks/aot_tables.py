@@ -39,9 +39,10 @@ def cases_table(results: dict[str, Any], *, ahead: bool) -> str:
     results: of benchmarks/aot.py.
     ahead: programs were compiled ahead; without, a run waits for all.
   """
+  waits = ['of it waits for memory s'] if ahead else []
   head = ['Model and machine', 'GiB: rollout, evaluation, update', 'Rollout s', 'Scoring s', 'Update s', 'Links s',
-          'Iteration s', *(['of it waits for memory s'] if ahead else []), 'MFU of the update', 'Decode steps', 'Idle rows', 'Step / floor', 'Gathered a token, GB',
-          'Programs: first iteration, run', 'CPU s of their compilation',
+          'Iteration s', *waits, 'MFU of the update', 'Decode steps', 'Idle rows', 'Step / floor',
+          'Gathered a token, GB', 'Programs: first iteration, run', 'CPU s of their compilation',
           'of these awaited at least, until iteration' if ahead else 'of these awaited, until iteration',
           'Chip-hours']  # fmt: skip
   rows = []

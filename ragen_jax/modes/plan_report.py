@@ -121,8 +121,8 @@ def _write_time(
   listed = program_list.programs(run.config, run.trainer, run.sampling.rows)
   out.write(
     f'\nSeconds of an iteration, + collectives:   {parts}\n'
-    f'Together {found.iteration:.2f} s{waits}, {found.sampled / found.iteration:.0f} sampled tokens a second; evaluations '
-    f'{found.evaluation:.2f} s an iteration.\n'
+    f'Together {found.iteration:.2f} s{waits}, {found.sampled / found.iteration:.0f} sampled tokens a second; '
+    f'evaluations {found.evaluation:.2f} s an iteration.\n'
     f'Cost of the run: {found.chip_hours:.1f} chip-hours of device time in {found.iterations} iterations.\n'
     f'Programs: {len(costs)} above, which take {sum(cost.compile_cpu_seconds for cost in costs):.0f} CPU s of '
     f'compilation; a run needs {program_list.describe(listed, images=bool(visual_columns(run.config)))}.\n'
