@@ -14,6 +14,8 @@ cores. Weights are random, except those of the built-in model.
           google-tunix' `PeftTrainer`: the same models. The losses are compared too.
   turns   seconds of an episode of several turns with the cache, and of reading the conversation again in each turn
   growth  seconds of sampling and of an update with more rows, turns, longer replies and a larger vocabulary
+  divided seconds of sampling and of the update in runs of FrozenLake whose work is divided among more devices of the
+          same cores, and among more processes
   context processor milliseconds of a decode step of the built-in models for text behind 128 to 8,192 columns, and the
           bytes of a row's state there
 
@@ -46,7 +48,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from benchmarks import tunix_side  # noqa: E402
+from benchmarks import cpu_growth, tunix_side  # noqa: E402
 from benchmarks.accelerator_decode import sampler_of  # noqa: E402
 from benchmarks.accelerator_work import SHAPE, has_torch  # noqa: E402
 from benchmarks.learning_curves import hardware  # noqa: E402
@@ -349,58 +351,17 @@ def context(paths: dict[str, str], cases: dict[str, Work]) -> dict[str, Any]:
   return found
 
 
-def draw_context(found: dict[str, Any], path: pathlib.Path) -> None:
-  """Draws the time of a decode step and the state of a row against the context; all axes are logarithmic."""
-  from matplotlib import pyplot
-
-  from ragen_jax.plots.style import figure_style
-
-  with figure_style():
-    figure, axes = pyplot.subplots(1, 2, figsize=(6.4, 2.6), layout='constrained')
-    panels = (
-      ('step_ms', 'ms of a decode step', 1, (0.3, 1, 3, 10)),
-      ('row_bytes', 'KiB of state a row', 1024, (16, 64, 256, 1024, 4096)),
-    )
-    for axis, (key, label, unit, ticks) in zip(axes, panels, strict=True):
-      for name in dict.fromkeys(point['model'] for point in found['points']):
-        own = [point for point in found['points'] if point['model'] == name]
-        sizes = [point['columns'] for point in own]
-        axis.plot(sizes, [point[key] / unit for point in own], marker='o', label=name)
-      axis.set(xscale='log', yscale='log', xlabel='columns of context', ylabel=label)
-      axis.set(xticks=sizes, xticklabels=[f'{size:,}' for size in sizes])
-      axis.set(yticks=ticks, yticklabels=[f'{tick:,}' for tick in ticks])
-      axis.minorticks_off()
-    axes[0].legend()
-    figure.savefig(path, bbox_inches='tight')
-
-
-def draw_growth(found: dict[str, Any], path: pathlib.Path) -> None:
-  """Draws seconds against the size, a panel for each kind of growth; both axes are logarithmic."""
-  from matplotlib import pyplot
-
-  from ragen_jax.plots.style import figure_style
-
-  names = [name for name in found if name not in ('base', 'hardware')]
-  with figure_style():
-    figure, axes = pyplot.subplots(1, len(names), figsize=(3 * len(names), 2.6), sharey=True, layout='constrained')
-    for axis, name in zip(axes, names, strict=True):
-      sizes = [point['value'] for point in found[name]]
-      for key, label in (('sampling_s', 'sampling'), ('update_s', 'update')):
-        axis.plot(sizes, [point[key] for point in found[name]], marker='o', label=label)
-      axis.set(xscale='log', yscale='log', xlabel=name, xticks=sizes, xticklabels=[f'{size:,}' for size in sizes])
-      axis.minorticks_off()
-    low, high = axes[0].get_ylim()  # shared by all
-    ticks = [n * 10.0**e for e in range(-4, 4) for n in (1, 2, 5) if low <= n * 10.0**e <= high]
-    axes[0].set(yticks=ticks, yticklabels=[f'{tick:g}' for tick in ticks])
-    axes[0].set_ylabel('seconds')
-    axes[0].legend()
-    figure.savefig(path, bbox_inches='tight')
-
-
 def main() -> None:
   import matplotlib
 
-  parts = {'decode': decode, 'update': update, 'turns': turns, 'growth': growth, 'context': context}
+  parts = {
+    'decode': decode,
+    'update': update,
+    'turns': turns,
+    'growth': growth,
+    'divided': cpu_growth.divided,
+    'context': context,
+  }
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--parts', default=','.join(parts), help='parts to run, separated by commas')
   parser.add_argument('--quick', action='store_true', help='tiny sizes')
@@ -421,10 +382,9 @@ def main() -> None:
       print(f'{part}: {json.dumps(record[part])}', flush=True)
       out.write_text(json.dumps(record, indent=1) + '\n')
   matplotlib.use('Agg')
-  for part, draw in (('growth', draw_growth), ('context', draw_context)):
-    if part in wanted:
-      draw(record[part], figures / f'cpu_{part}.png')
-      print(f'drawn to {figures / f"cpu_{part}.png"}')
+  if {'growth', 'divided', 'context'} & {*wanted}:
+    for path in cpu_growth.draw(record, figures):
+      print(f'drawn to {path}')
   print(f'written to {out}')
 
 

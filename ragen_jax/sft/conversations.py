@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.chat_template import THOUGHT, ChatFormat
 from ragen_jax.agent.reply_reader import BadCalls
 from ragen_jax.agent.trajectory import Timeline, Trajectory
 from ragen_jax.serving.conversation.chat_format import QwenFormat
@@ -61,8 +62,9 @@ def tokenize(
   """Tokenizes conversations into rows like those of a rollout: a segment for each reply, and a segment before it.
 
   If a reply begins with `reply_prefix`, the prefix is part of the segment before the reply and has no loss, because the
-  sampler receives it as input. Other replies are in the loss as a whole, and all replies of a conversation with tools:
-  agent programs get replies with no other prefix than the template's.
+  sampler receives it as input. An empty thought that the template forces stands before each reply without a thought.
+  Other replies are in the loss as a whole, and all replies of a conversation with tools: agent programs get replies
+  with no other prefix than the template's.
 
   `source` is the field and its file, for errors. The rows are each a separate group, with `loss_mask` on the trained
   replies and their stop tokens. The result also has the number of skipped conversations, which are longer than
@@ -134,10 +136,23 @@ def _game_turns(conversation: Conversation, tokenizer: ChatTokenizer, reply_pref
       between.append((message.role, message.text))
       continue
     content = tokenizer.format.strip(message.role, message.text)
-    prefix = reply_prefix if content.startswith(reply_prefix) else ''
+    prefix, said = _forced(reply_prefix, content, tokenizer.format)
     before = tokenizer.encode(tokenizer.before_reply(between, prefix, first=first))
-    yield before, (*tokenizer.encode(content[len(prefix) :]), tokenizer.stop_ids[0])
+    yield before, (*tokenizer.encode(content[len(said) :]), tokenizer.stop_ids[0])
     between, first = [], False
+
+
+def _forced(reply_prefix: str, content: str, form: ChatFormat) -> tuple[str, str]:
+  """The prefix that is forced before a reply, and the beginning of the reply that it stands for; '' for none.
+
+  A reply does not have the empty thought that the template forces where replies do not think by default.
+  """
+  said = reply_prefix.removeprefix(form.no_thought)
+  if content.startswith(reply_prefix):
+    return reply_prefix, reply_prefix
+  if said != reply_prefix and content.startswith(said) and not content.startswith(THOUGHT):
+    return reply_prefix, said
+  return '', ''
 
 
 def _agent_turns(conversation: Conversation, tokenizer: ChatTokenizer, agents: QwenFormat, where: str) -> _Turns:

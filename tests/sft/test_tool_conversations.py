@@ -105,6 +105,17 @@ def ids_of(theirs, messages, tools):
   return list(ids[: len(ids) - list(reversed(ids)).index(end)])
 
 
+def with_empty_thoughts(tokenizer, ids):
+  """The ids with the empty thought that the template forces before replies also where it leaves it out later."""
+  if not tokenizer.format.no_thought:
+    return list(ids)
+  opening = tokenizer.format.assistant.before
+  parts = tokenizer.decode(ids).split(opening)
+  forced = ['' if part.startswith('<think>') else tokenizer.format.no_thought for part in parts[1:]]
+  replies = (opening + thought + part for thought, part in zip(forced, parts[1:], strict=True))
+  return list(tokenizer.encode_once(parts[0] + ''.join(replies)))
+
+
 def spans(tokenizer, ids, mask):
   """The text of each run of trained tokens."""
   edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
@@ -128,7 +139,7 @@ def test_tokens_are_those_of_the_template(pair, system, tools):
   ours, theirs = pair
   messages = with_thoughts([*system, *TALK])
   ids, mask = encode(ours, messages, tools)
-  assert list(ids) == ids_of(theirs, messages, tools)
+  assert list(ids) == with_empty_thoughts(ours, ids_of(theirs, messages, tools))
   # Arguments may be JSON texts, in any spacing.
   texts = copy.deepcopy(messages)
   for message in texts:
@@ -144,7 +155,7 @@ def test_the_rows_are_those_of_an_agent_program(pair):
   form = QwenFormat(ours, keep_thoughts=True)
   found = read_line(1, json.dumps({'messages': with_thoughts(TALK), 'tools': [LOOK, ADD]}))
   ids = [i for before, reply in form.turns(found.messages, found.tools) for i in (*before, *reply)]
-  whole = form.render(found.messages, found.tools, CLOSED)
+  whole = with_empty_thoughts(ours, form.render(found.messages, found.tools, CLOSED))
   assert ids == list(whole[: len(ids)])
   assert ours.decode(whole[len(ids) :]) == ours.format.separator
 
@@ -168,6 +179,34 @@ def test_the_loss_is_on_replies_with_calls_and_stop_tokens(pair):
   ids, mask = encode(ours, thinks, [ADD])
   assert spans(ours, ids, mask) == ['<think>\nhm\n</think>\n\nA<|im_end|>'.removeprefix(forced)]
   assert ours.decode(ids[~mask]).endswith(f'<|im_start|>assistant\n{forced}')
+
+
+@pytest.mark.parametrize('name', ['qwen3.5-small', 'qwen3.5', 'qwen3-tools'])
+@pytest.mark.parametrize('tools', [[LOOK], []], ids=['tools', 'game'])
+def test_an_empty_thought_that_the_template_forces_is_context(directories, name, tools):
+  ours = ChatTokenizer(directories[name])
+  theirs = transformers.AutoTokenizer.from_pretrained(directories[name])
+  forced = ours.format.no_thought
+  assert (forced == '') == (name != 'qwen3.5-small')
+  talk = [said('user', 'q'), said('assistant', 'A'), said('user', 'r'), said('assistant', 'B\nb')]
+  ids, mask = encode(ours, talk, tools, ours.format.forced)
+  assert spans(ours, ids, mask) == ['A<|im_end|>', 'B\nb<|im_end|>']
+  assert ours.decode(ids).count(f'<|im_start|>assistant\n{forced}') == 2
+  if forced:  # as the template writes the last reply
+    ids, _ = encode(ours, talk[:2], tools, forced)
+    assert list(ids) == ids_of(theirs, talk[:2], tools or None)
+  # A reply that thinks has its own thought in place of the empty one.
+  ids, mask = encode(ours, [talk[0], said('assistant', '<think>\nhm\n</think>\n\nA')], tools, ours.format.forced)
+  assert spans(ours, ids, mask)[0].startswith('hm' if name == 'qwen3.5' else '<think>')
+  assert '<think>\n\n</think>' not in ours.decode(ids)
+
+
+def test_the_tag_of_a_game_is_forced_behind_the_template_s_empty_thought(directories):
+  ours = ChatTokenizer(directories['qwen3.5-small'])
+  prefix = ours.format.reply_prefix('<answer>')
+  ids, mask = encode(ours, [said('user', 'q'), said('assistant', '<answer>Up</answer>')], [], prefix)
+  assert spans(ours, ids, mask) == ['Up</answer><|im_end|>']
+  assert ours.decode(ids[~mask]).endswith('<|im_start|>assistant\n<think>\n\n</think>\n\n<answer>')
 
 
 _TEXTS = st.lists(

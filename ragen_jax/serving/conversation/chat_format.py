@@ -119,9 +119,14 @@ class QwenFormat:
       start = i + 1
 
   def _forced(self, reply: Sequence[_Item]) -> tuple[list[_Item], list[_Item]]:
-    """What the template forces of a reply, and the rest; nothing if the reply begins in another way."""
+    """What the template forces of a reply, and the rest; nothing if the reply begins in another way.
+
+    Where replies do not think by default, the template forces an empty thought, which is no part of a reply.
+    """
     rest = list(reply)
     forced = self._fixed(self._form.forced)
+    if self._form.no_thought and rest[:1] != [self._marks.get(THOUGHT)]:
+      return forced, rest
     for item in forced:
       if rest[:1] == [item]:
         rest.pop(0)
