@@ -31,6 +31,7 @@ class Thoughts(enum.StrEnum):
   CUT = 'cut'  # the text behind the thought
   CUT_LINES = 'cut_lines'  # the same without newlines at its beginning
   PAST = 'past'  # like `CUT_LINES`; replies that no question follows keep the thought
+  ALWAYS = 'always'  # all of it; a reply without a thought gets an empty one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +86,19 @@ class ChatFormat:
   # -- writing ---------------------------------------------------------------------------------------------------------
 
   def content(self, role: str, text: str) -> str:
-    """The content of a message as the template writes it, without the thought of an earlier reply."""
-    if role == ASSISTANT and self.thoughts is not Thoughts.KEPT and END_THOUGHT in text:
+    """The content of a message as the template writes it, of an earlier reply with the thought that it keeps."""
+    return ''.join(self.reply(text)) if role == ASSISTANT else self.strip(role, text)
+
+  def reply(self, text: str) -> tuple[str, str]:
+    """The thought that the template writes of an earlier reply, with its tags, and the rest."""
+    thought, thinks = '', END_THOUGHT in text
+    if self.thoughts is Thoughts.ALWAYS:
+      thought = text.partition(END_THOUGHT)[0].rpartition(THOUGHT)[2].strip() if thinks else ''
+      thought = f'{THOUGHT}\n{thought}\n{END_THOUGHT}\n\n'
+    if thinks and self.thoughts is not Thoughts.KEPT:
       text = text.rpartition(END_THOUGHT)[2]
       text = text if self.thoughts is Thoughts.CUT else text.lstrip('\n')
-    return self.strip(role, text)
+    return thought, self.strip(ASSISTANT, text)
 
   def strip(self, role: str, text: str) -> str:
     """The content of a message without the white space that the template removes."""

@@ -14,6 +14,7 @@ from ragen_jax.agent.chat_template import (
   ASSISTANT,
   CHATML,
   END_THOUGHT,
+  NO_THOUGHT,
   SYSTEM,
   THOUGHT,
   USER,
@@ -92,7 +93,8 @@ class _Probe:
     user_after = self.cut([s, u], [s[1], u[1]], opens=False)[-1]
     assistant_after = self.cut([s, u, a], [s[1], u[1], a[1]], opens=False)[-1]
     user = Around(self._without(a_v, assistant_after, 'the text between a reply and a question'), user_after)
-    assistant = Around(self._without(u_a, user_after, 'the text between a question and a reply'), assistant_after)
+    before = self._without(u_a, user_after, 'the text between a question and a reply')
+    assistant = Around(before.removesuffix(NO_THOUGHT), assistant_after)
     opening = 'the opening of a reply'
     forced = self._without(self._without(last, user_after, opening), assistant.before, opening)
     joins = not s_u.endswith(user.before) and begin.endswith(user.before)
@@ -108,7 +110,7 @@ class _Probe:
       end=self._end(assistant_after),
       forced=forced,
       quiet=self._quiet([s, u], assistant),
-      thoughts=self._thoughts(user, assistant),
+      thoughts=self._thoughts(user, assistant, always=before.endswith(NO_THOUGHT)),
       stripped=self._stripped(),
       joins_system=joins,
     )
@@ -145,8 +147,11 @@ class _Probe:
     except UserError:
       return None
 
-  def _thoughts(self, user: Around, assistant: Around) -> Thoughts:
-    """What becomes of the thought of a reply, when the conversation goes on and when it does not."""
+  def _thoughts(self, user: Around, assistant: Around, *, always: bool) -> Thoughts:
+    """What becomes of the thought of a reply, when the conversation goes on and when it does not.
+
+    `always` tells whether a reply without a thought gets an empty one.
+    """
     before, after = f'{THOUGHT}\n{_THOUGHT}\n{END_THOUGHT}', '\n\n'
     reply = (ASSISTANT, f'{before}{after}{_MARKS[ASSISTANT]}')
     question = (USER, _MARKS[USER])
@@ -155,7 +160,8 @@ class _Probe:
     shown = self._without(shown, user.after + assistant.before, 'the text between a question and a reply')
     if _THOUGHT in self.render([question, reply], opens=False) and shown == '':
       return Thoughts.PAST
-    kinds = {before + after: Thoughts.KEPT, after: Thoughts.CUT, '': Thoughts.CUT_LINES}
+    kinds = {before + after: Thoughts.ALWAYS if always else Thoughts.KEPT}
+    kinds |= {} if always else {after: Thoughts.CUT, '': Thoughts.CUT_LINES}
     if shown not in kinds:
       raise self.refused(f'it writes {quoted(shown)} of the thought of an earlier reply')
     return kinds[shown]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragen_jax.agent.chat_template import ASSISTANT, NO_THOUGHT, SYSTEM, TOOL, USER, Around, ChatFormat
+from ragen_jax.agent.chat_template import ASSISTANT, NO_THOUGHT, SYSTEM, TOOL, USER, Around, ChatFormat, Thoughts
 from ragen_jax.agent.template_program import TemplateError, TemplateProgram, first_difference
 from ragen_jax.agent.tool_format import CallForm, FormatText, Part, Place, ToolFormat, qwen_tools
 from ragen_jax.utils.tool_calls import CALL
@@ -92,7 +92,7 @@ def _calls_and_results(program: TemplateProgram, form: ChatFormat, tools: Sequen
   found = [{'role': TOOL, 'content': text, 'tool_call_id': f'call_{k}'} for k, text in enumerate(_RESULTS)]
   messages = [asked, _reply(_REPLY, calls), *found, {'role': ASSISTANT, 'content': _REPLY}, asked]
   text = program.render(messages, opens=False, tools=tools).partition(_USER + form.user.after)[2]
-  begun = form.assistant.before + _REPLY
+  begun = form.assistant.before + form.content(ASSISTANT, _REPLY)
   before_calls = text.removeprefix(begun).partition(CALL)[0] if text.startswith(begun) else ''
   forms = [ToolFormat((), (), '', False, Around('', ''), '', call_form=x, before_calls=before_calls) for x in CallForm]
   written = [begun + _text(x.call_parts(_sent(calls), after_text=True)) + form.assistant.after for x in forms]
@@ -115,7 +115,7 @@ def _calls_and_results(program: TemplateProgram, form: ChatFormat, tools: Sequen
     'strips_results': before + between.join(strips) + after in last,
     'call_form': forms[tried].call_form,
     'before_calls': before_calls,
-    'empty_thoughts': last.startswith(form.assistant.before + NO_THOUGHT),
+    'empty_thoughts': form.thoughts is Thoughts.PAST and last.startswith(form.assistant.before + NO_THOUGHT),
   }
 
 
@@ -173,8 +173,9 @@ def _write(
     else:
       (message,) = texts
       calls = [(call['function']['name'], call['function']['arguments']) for call in message.get('tool_calls', ())]
-      text = form.content(ASSISTANT, message['content'])
-      thought = NO_THOUGHT if tools.empty_thoughts and rest.index(message) > asked else ''
+      thought, text = form.reply(message['content'])
+      if tools.empty_thoughts and rest.index(message) > asked:
+        thought = NO_THOUGHT
       written = tools.call_parts(_sent(calls), after_text=bool(text))
       parts += [form.assistant.before, thought + text, *written, form.assistant.after]
   return _text(parts) + (form.assistant.before + form.forced if opens else '')

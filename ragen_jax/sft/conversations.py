@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.chat_template import THOUGHT, ChatFormat
+from ragen_jax.agent.chat_template import THOUGHT, ChatFormat, Thoughts
 from ragen_jax.agent.reply_reader import BadCalls
 from ragen_jax.agent.trajectory import Timeline, Trajectory
 from ragen_jax.serving.conversation.chat_format import QwenFormat
@@ -135,8 +135,10 @@ def _game_turns(conversation: Conversation, tokenizer: ChatTokenizer, reply_pref
     if message.role is not Role.ASSISTANT:
       between.append((message.role, message.text))
       continue
-    content = tokenizer.format.strip(message.role, message.text)
-    prefix, said = _forced(reply_prefix, content, tokenizer.format)
+    form = tokenizer.format
+    written = form.content if form.thoughts is Thoughts.ALWAYS else form.strip
+    content = written(message.role, message.text)
+    prefix, said = _forced(reply_prefix, content, form)
     before = tokenizer.encode(tokenizer.before_reply(between, prefix, first=first))
     yield before, (*tokenizer.encode(content[len(said) :]), tokenizer.stop_ids[0])
     between, first = [], False

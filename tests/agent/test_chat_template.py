@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.agent.chat import ChatTokenizer
-from ragen_jax.agent.chat_template import CHATML, Thoughts, write
+from ragen_jax.agent.chat_template import CHATML, NO_THOUGHT, Thoughts, write
 from ragen_jax.agent.context_manager import ContextManager
 from ragen_jax.agent.segments import ImageSegment, as_text, join
 from ragen_jax.agent.templates import SYSTEM
@@ -83,7 +83,8 @@ def test_three_turns_have_the_ids_of_the_template(pair):
     if ours.format.forced:  # the template does not write it again once the conversation goes on
       head, forced = ours.format.assistant.before, ours.format.forced
       text, last = ours.decode(ids).rsplit(head, 1)
-      assert text.replace(head + forced, head) + head + last == theirs.apply_chat_template(
+      always = NO_THOUGHT if ours.format.thoughts is Thoughts.ALWAYS else ''
+      assert text.replace(head + forced, head + always) + head + last == theirs.apply_chat_template(
         [{'role': role, 'content': text} for role, text in messages], tokenize=False, add_generation_prompt=True
       )
     else:
@@ -141,22 +142,24 @@ def test_facts_of_the_templates(made):
   systems = {name: form.default_system for name, form in formats.items()}
   assert systems == dict.fromkeys(KINDS) | {'qwen2.5': QWEN25_SYSTEM, 'smollm2': 'You are a small model.'}
   assert formats['llama3'].no_system.endswith('\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>')
-  newer = ('qwen3.5', 'qwen3.5-small')
+  newer, newest = ('qwen3.5', 'qwen3.5-small'), ('qwen3.8', 'qwen3.8-quiet')
   stripped = {name: form.stripped for name, form in formats.items() if form.stripped}
   assert stripped.pop('gemma3') == {'user', 'assistant'}
   assert [name for name, form in formats.items() if form.joins_system] == ['gemma3']
   assert stripped.pop('llama3') == {'system', 'user', 'assistant'}
-  assert stripped == dict.fromkeys(newer, frozenset({'system', 'user', 'assistant', 'tool'}))
+  assert stripped == dict.fromkeys((*newer, *newest), frozenset({'system', 'user', 'assistant', 'tool'}))
   thoughts = {name: form.thoughts for name, form in formats.items() if form.thoughts is not Thoughts.KEPT}
   assert thoughts == dict.fromkeys(('qwen3', *newer), Thoughts.PAST) | dict.fromkeys(
     ('r1', 'r1-forced', 'r1-plain'), Thoughts.CUT
-  )
+  ) | dict.fromkeys(newest, Thoughts.ALWAYS)
   forced = {name: form.forced for name, form in formats.items() if form.forced}
   quiet = '<think>\n\n</think>\n\n'
-  assert forced == dict.fromkeys(('r1-forced', 'qwen3.5'), '<think>\n') | {'qwen3.5-small': quiet}
-  assert {formats[name].quiet for name in newer} == {quiet}
+  assert forced == dict.fromkeys(('r1-forced', 'qwen3.5', 'qwen3.8'), '<think>\n') | dict.fromkeys(
+    ('qwen3.5-small', 'qwen3.8-quiet'), quiet
+  )
+  assert {formats[name].quiet for name in (*newer, *newest)} == {quiet}
   assert formats['qwen3'].quiet == '<think>\n\n</think>\n\n' and formats['qwen2.5'].quiet == ''
-  assert all(formats[name].later_system is None for name in ('r1', 'r1-forced', 'r1-plain', 'gemma3', *newer))
+  assert all(formats[name].later_system is None for name in ('r1', 'r1-forced', 'r1-plain', 'gemma3', *newer, *newest))
   assert formats['qwen3'] == dataclasses.replace(CHATML, quiet=formats['qwen3'].quiet, thoughts=Thoughts.PAST)
 
 
@@ -327,6 +330,7 @@ def test_conversations_of_a_file_have_the_ids_of_the_template_and_come_back(pair
     default = ours.format.default_system
     if ours.format.joins_system and talk[0][0] == 'system':
       talk = [('user', f'{talk[0][1]}\n\n{talk[1][1]}'), *talk[2:]]  # they are one message
+    found = [(role, text.removeprefix(NO_THOUGHT)) for role, text in found]
     assert found == ([('system', default)] if default and talk[0][0] == 'user' else []) + talk
 
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ragen_jax.agent.chat import ChatTokenizer
+from ragen_jax.agent.chat_template import NO_THOUGHT, Thoughts
 from ragen_jax.agent.tool_format import CallForm
 from ragen_jax.models import presets
 from ragen_jax.serving.conversation.chat_format import QwenFormat
@@ -171,8 +172,9 @@ def test_the_loss_is_on_replies_with_calls_and_stop_tokens(pair):
   if ours.tools.call_form is not CallForm.JSON:
     called = '<function=look>\n<parameter=x>\nü "up"\n\n</parameter>\n<parameter=y>\n[1, 2.5, null, {}]\n</parameter>'
     called += '\n</function>'
-  called = f'<tool_call>\n{called}\n</tool_call>'
-  assert spans(ours, ids, mask) == [f'{called}<|im_end|>', 'Here.<|im_end|>', 'It is 3.<|im_end|>']
+  empty = NO_THOUGHT.removeprefix(ours.format.forced) if ours.format.thoughts is Thoughts.ALWAYS else ''
+  called = f'{empty}<tool_call>\n{called}\n</tool_call>'
+  assert spans(ours, ids, mask) == [f'{called}<|im_end|>', f'{empty}Here.<|im_end|>', f'{empty}It is 3.<|im_end|>']
   assert 'behind' not in ours.decode(ids)
   # What the template forces at the beginning of a reply has no loss; no other prefix is forced on agent programs.
   thinks = [said('user', 'q'), said('assistant', '<think>\nhm\n</think>\n\nA')]

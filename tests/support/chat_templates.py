@@ -86,6 +86,11 @@ def _qwen3_5(thinks: str, value: str = _PYTHON_VALUE) -> str:
 QWEN3_5 = _qwen3_5('enable_thinking is not defined or enable_thinking')
 QWEN3_5_SMALL = _qwen3_5('enable_thinking is defined and enable_thinking')
 QWEN3_6 = _qwen3_5('enable_thinking is not defined or enable_thinking', _JSON_VALUE)
+# All replies keep their thoughts, and those without one get an empty one.
+QWEN3_8 = QWEN3_6.replace('{% if loop.index0 > ns.asked %}', '{% if true %}')
+QWEN3_8_QUIET = _qwen3_5('enable_thinking is defined and enable_thinking', _JSON_VALUE).replace(
+  '{% if loop.index0 > ns.asked %}', '{% if true %}'
+)
 _USER, _ASSISTANT = '<\uff5cUser\uff5c>', '<\uff5cAssistant\uff5c>'
 _BEGIN, _END = (f'<\uff5c{x}\u2581of\u2581sentence\uff5c>' for x in ('begin', 'end'))
 _R1 = (
@@ -152,6 +157,8 @@ KINDS = {
   'qwen3': Kind(QWEN3, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
   'qwen3.5': Kind(QWEN3_5, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
   'qwen3.5-small': Kind(QWEN3_5_SMALL, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
+  'qwen3.8': Kind(QWEN3_8, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
+  'qwen3.8-quiet': Kind(QWEN3_8_QUIET, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
   'smollm2': Kind(SMOLLM2, CHATML_TOKENS, bos='<|im_start|>', eos='<|im_end|>'),
   'r1': _R1_KIND,
   'r1-forced': dataclasses.replace(_R1_KIND, template=R1_FORCED),
@@ -287,6 +294,8 @@ TOOL_KINDS = {
   'qwen3-thinking': Kind(QWEN3_THINKING, CHATML_TOKENS, QWEN3_TAGS, eos='<|im_end|>'),
   'qwen3.5': KINDS['qwen3.5'],
   'qwen3.5-small': KINDS['qwen3.5-small'],
+  'qwen3.8': KINDS['qwen3.8'],
+  'qwen3.8-quiet': KINDS['qwen3.8-quiet'],
   # As Qwen3.5 but that true, false and null are written as JSON.
   'qwen3.6': dataclasses.replace(KINDS['qwen3.5'], template=QWEN3_6),
   # Calls are found by text.

@@ -131,7 +131,7 @@ class QwenFormat:
       if rest[:1] == [item]:
         rest.pop(0)
       elif isinstance(item, _Fixed) and rest and isinstance(rest[0], str) and rest[0].startswith(item.text):
-        rest[0] = rest[0].removeprefix(item.text)
+        rest[:1] = [rest[0].removeprefix(item.text)] if rest[0] != item.text else []
       else:
         return [], list(reply)
     return forced, rest
@@ -224,7 +224,7 @@ class QwenFormat:
     """Whether the template writes a reply without its thought as soon as these messages follow."""
     if self._form.thoughts is Thoughts.PAST:
       return any(map(_is_query, messages))
-    return self._form.thoughts is not Thoughts.KEPT
+    return self._form.thoughts not in (Thoughts.KEPT, Thoughts.ALWAYS)
 
   def _messages(self, messages: Sequence[Message], *, begun: bool = False) -> list[_Item]:
     """Messages with what stands around them; `begun`: the system message has begun the first one's turn."""
@@ -258,11 +258,12 @@ class QwenFormat:
   def _reply(self, message: Message, *, recent: bool, last: bool) -> list[_Item]:
     """A reply without what stands around it. `recent`: no query follows it; `last`: nothing follows it."""
     thought, text = self._split_thought(message)
-    past = self._form.thoughts is Thoughts.PAST
-    always = last or self._tokenizer.tools.empty_thoughts
-    shown = bool(thought) if self._keep_thoughts else past and recent and (always or bool(thought))
+    shown = bool(thought)
+    if not self._keep_thoughts:
+      empty = last or self._tokenizer.tools.empty_thoughts
+      shown = self._form.thoughts is Thoughts.PAST and recent and (empty or shown)
     items: list[_Item] = []
-    if shown and self.family is Family.QWEN3:
+    if (shown or self._form.thoughts is Thoughts.ALWAYS) and self.family is Family.QWEN3:
       items += [*self._thought(thought), text.lstrip('\n')]
     else:
       items.append(text)
@@ -273,11 +274,12 @@ class QwenFormat:
     """The thought and the text of an assistant, as far as the family tells them apart."""
     text = self._form.strip(Role.ASSISTANT, message.text)
     if self.family is not Family.QWEN3:
-      return '', text if self._keep_thoughts else self._form.content(Role.ASSISTANT, text)
+      kept = self._keep_thoughts and self._form.thoughts is not Thoughts.ALWAYS
+      return '', text if kept else self._form.content(Role.ASSISTANT, text)
     white = None if Role.ASSISTANT in self._form.stripped else '\n'
     if message.reasoning or END_THOUGHT not in text:
       return message.reasoning.strip(white), text
-    if self._form.thoughts is not Thoughts.PAST and not self._keep_thoughts:
+    if self._form.thoughts not in (Thoughts.PAST, Thoughts.ALWAYS) and not self._keep_thoughts:
       return '', self._form.content(Role.ASSISTANT, text)
     before, _, _ = text.partition(END_THOUGHT)
     return before.rpartition(THOUGHT)[2].strip(white), text.rpartition(END_THOUGHT)[2].lstrip('\n')

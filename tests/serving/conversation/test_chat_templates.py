@@ -108,7 +108,7 @@ def test_a_conversation_goes_on_with_the_ids_of_the_template(pair):
 def test_thoughts_begin_a_new_row_only_where_the_template_drops_them(made):
   for name, (ours, _) in made.items():
     forgets, keeps = (QwenFormat(ours, keep_thoughts=keep) for keep in (False, True))
-    drops = ours.format.thoughts is not Thoughts.KEPT
+    drops = ours.format.thoughts not in (Thoughts.KEPT, Thoughts.ALWAYS)
     question = [Message(USER, 'q')]
     assert (forgets.following(question, (), OPEN, closed=True) is None) == drops, name
     assert keeps.following(question, (), OPEN, closed=True) is not None
@@ -118,7 +118,8 @@ def test_thoughts_begin_a_new_row_only_where_the_template_drops_them(made):
 
 def test_families_are_those_of_token_and_template(made):
   families = {name: QwenFormat(ours, keep_thoughts=True).family for name, (ours, _) in made.items()}
-  thinks = dict.fromkeys(('qwen3', 'qwen3.5', 'qwen3.5-small', 'r1', 'r1-forced', 'r1-plain'), Family.QWEN3)
+  tagged = [name for name in KINDS if name.startswith(('qwen3', 'r1'))]
+  thinks = dict.fromkeys(tagged, Family.QWEN3)
   assert families == dict.fromkeys(KINDS, Family.PLAIN) | {'qwen2.5': Family.QWEN25} | thinks
 
 
@@ -207,17 +208,18 @@ def test_tools_stand_in_the_system_message_of_any_format(made):
     default = f'{around.default_system}\n\n' if around.default_system else ''
     assert text.startswith(f'{around.system.before}{default}# Tools\n\n'), name
     called = 'so\n<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-    if 'qwen3.5' in name:
-      called = 'so\n\n<tool_call>\n<function=look>\n</function>\n</tool_call>'
+    if name.startswith('qwen3.'):
+      thought = '<think>\n\n</think>\n\n' if 'qwen3.8' in name else ''
+      called = thought + 'so\n\n<tool_call>\n<function=look>\n</function>\n</tool_call>'
     result = f'{around.user.before}<tool_response>\nr\n</tool_response>{around.user.after}'
     assert text.endswith(
       f'{around.assistant.before}{called}{around.assistant.after}{result}{around.assistant.before}{around.forced}'
     )
-    listed = 1 if 'qwen3.5' in name else 2
+    listed = 1 if name.startswith('qwen3.') else 2
     assert ids.count(ours.added.get('<tool_call>')) == (listed + 1 if '<tool_call>' in ours.added else 0)
 
 
-@pytest.mark.parametrize('name', ['qwen3.5', 'qwen3.5-small', 'qwen3.6', 'qwen3-tools'])
+@pytest.mark.parametrize('name', ['qwen3.5', 'qwen3.5-small', 'qwen3.6', 'qwen3.8', 'qwen3.8-quiet', 'qwen3-tools'])
 def test_histories_with_calls_have_the_ids_of_the_template(tmp_path, name):
   directory = write_tokenizer(tmp_path, TOOL_KINDS[name])
   theirs = transformers.AutoTokenizer.from_pretrained(directory)
