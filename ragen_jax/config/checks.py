@@ -75,7 +75,7 @@ def check_config(
     model: whether `config.model` names the model; False if it is a fresh one.
     played: sections whose environments are played, and must have what they need.
   """
-  rules.not_replaced(config)
+  rules.fields_of_this_version(config)
   limits.check_numbers(config)
   presets.check_name(config.model.preset)
   rules.one_of(config, 'model.dtype', ('auto', 'float32', 'bfloat16'))

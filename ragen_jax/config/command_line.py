@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from ragen_jax.config import shipped
+from ragen_jax.config import rules, shipped
 from ragen_jax.runs.config_fields import REPLACED, flatten, sections
 from ragen_jax.utils.errors import UserError, describe_error, did_you_mean, printable
 
@@ -221,6 +221,7 @@ def load_config(value: str, flag: str = '--config=') -> ConfigDict:
       told = describe_error(e).replace('\\n', ' ').replace("\\'", "'")
       raise UserError(f'{flag}{name}: {_place(e, path)}{told}') from e
   _check_sections(config, f'{flag}{name}')
+  rules.fields_of_this_version(config, f'{flag}{name}: ')
   return config
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from ragen_jax.runs.config_fields import REPLACED
-from ragen_jax.utils.errors import UserError
+from ragen_jax.runs import config_fields
+from ragen_jax.utils.errors import UserError, did_you_mean
 
 
 def get(config: ConfigDict, field: str) -> Any:
@@ -29,12 +29,31 @@ def check(config: ConfigDict, field: str, ok: bool, allowed: str) -> None:
     raise UserError(f'{field}={get(config, field)!r}: {allowed}')
 
 
-def not_replaced(config: ConfigDict) -> None:
-  """The config sets no field of an earlier version that has another name now."""
-  for field, now in REPLACED.items():
-    section, _, name = field.rpartition('.')
-    if name in get(config, section):
-      raise UserError(f'{field}={get(config, field)!r}: {now}')
+def fields_of_this_version(config: ConfigDict, where: str = '') -> None:
+  """The config has all fields of this version and, outside `envs`, no others; `where` precedes the error.
+
+  What a config file assigns to a misspelt name is a new field, which would have no effect.
+  """
+  known = [name for name, _ in config_fields.names()]
+  present = config_fields.flatten(config.to_dict())
+  for field in present:
+    if config_fields.role_of(field) is None:
+      raise UserError(f'{where}{field}={get(config, field)!r}: {_unknown(field, known)}')
+  lacking = [name for name in known if name not in present and not name.endswith('.*')]
+  if lacking:
+    raise UserError(f'{where}lacks the field {lacking[0]}; begin with configs.default.get_config()')
+
+
+def _unknown(field: str, known: Sequence[str]) -> str:
+  """What is wrong with a field that is not one of `known`, dotted names."""
+  if field in config_fields.REPLACED:
+    return config_fields.REPLACED[field]
+  section, _, name = field.partition('.')
+  beside = [x.removeprefix(f'{section}.') for x in known if x.startswith(f'{section}.')]
+  at = f'config.{section}'
+  if not beside:  # the section does not exist, or it is a field by itself
+    at, name, beside = 'config', section, list(dict.fromkeys(x.partition('.')[0] for x in known))
+  return f'{at} has no field {name!r}; {did_you_mean(name, beside)}allowed: {", ".join(sorted(beside))}'
 
 
 def one_of(config: ConfigDict, field: str, allowed: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ def test_every_choice_of_what_is_computed_again_is_allowed(remat):
   [
     ('algorithm.clip_ratio_c', 0.5, r'algorithm\.clip_ratio_c=0\.5.*above 1'),
     ('algorithm.gamma', 1.5, r'algorithm\.gamma=1\.5.*between 0 and 1'),
+    ('algorithm.gama', 0.9, r"^algorithm\.gama=0\.9: config\.algorithm has no field 'gama'; did you mean 'gamma'\?"),
     ('optimizer.mini_batch_size', 7, r'optimizer\.mini_batch_size=7.*divide.* 16'),
     ('optimizer.micro_batch_size', 3, r'optimizer\.micro_batch_size=3.*divide.* 8'),
     ('optimizer.micro_batch_size', -1, r'optimizer\.micro_batch_size=-1: must be at least 0'),

@@ -161,6 +161,26 @@ _DEFAULT = 'from configs import default\n\n\ndef get_config():\n  config = defau
     ('x = 1\ndef get_config(:\n', r'line 2: SyntaxError: invalid syntax'),
     (f'{_DEFAULT}  config.trian.groups = 3\n', r'line 6: AttributeError: .*trian'),
     (f"{_DEFAULT}  config.num_iterations = '3'\n", r"line 6: TypeError: .*'num_iterations'"),
+    (
+      f'{_DEFAULT}  config.algorithm.gama = 0.9\n  return config\n',
+      r"algorithm\.gama=0\.9: config\.algorithm has no field 'gama'; did you mean 'gamma'\? allowed: adv_estimator, ",
+    ),
+    (
+      f"{_DEFAULT}  config.update({{'optimiser': {{'b1': 0.8}}}})\n  return config\n",
+      r"optimiser\.b1=0\.8: config has no field 'optimiser'; did you mean 'optimizer'\? allowed: agent, algorithm, ",
+    ),
+    (
+      f'{_DEFAULT}  config.seeds = 3\n  return config\n',
+      r"seeds=3: config has no field 'seeds'; did you mean 'seed'\?",
+    ),
+    (
+      f'{_DEFAULT}  config.agent.think = False\n  return config\n',
+      r'agent\.think=False: it is agent\.format now, ',
+    ),
+    (
+      f"{_DEFAULT}  config.algorithm = {{'gamma': 0.9}}\n  return config\n",
+      r'lacks the field algorithm\.\w+; begin with configs\.default\.get_config\(\)$',
+    ),
     ('def get_config():\n  pass\n', r'get_config returns a NoneType; it must return a ConfigDict$'),
     (f'{_DEFAULT}  return config.to_dict()\n', r'get_config returns a dict; it must'),
     (
