@@ -27,6 +27,7 @@ from ragen_jax.config.run_checks import (
   check_levels,
   check_parts,
   check_replies,
+  check_separator,
 )
 from ragen_jax.config.sft_checks import check_sft
 from ragen_jax.distributed.mesh import make_mesh
@@ -99,7 +100,8 @@ def check_config(
   _check_sampling(config)
   for section in ('train', 'eval'):
     counts = build.group_counts(config[section], section)
-    build.env_specs(config, tuple(config[section].tags), counts, field=f'{section}.tags')
+    specs = build.env_specs(config, tuple(config[section].tags), counts, field=f'{section}.tags')
+    check_separator(config, specs)
   if model:
     check_images(config, weights=weights)
   check_replies(config)
@@ -216,7 +218,12 @@ def _check_ranges(config: ConfigDict) -> None:
   rules.check(config, 'agent.format_penalty', config.agent.format_penalty <= 0, 'must be 0 or negative')
   clip = config.algorithm.clip_ratio_c
   rules.check(config, 'algorithm.clip_ratio_c', clip == 0 or clip > 1, 'must be above 1, or 0 for off')
-  rules.check(config, 'agent.action_sep', bool(config.agent.action_sep.strip()), 'must not be blank')
+  separator = config.agent.action_sep
+  rules.check(config, 'agent.action_sep', bool(separator.strip()), 'must not be blank')
+  rules.check(
+    config, 'agent.action_sep', separator == separator.strip(),
+    'must not begin or end with a blank; one is written before it and one behind it',
+  )  # fmt: skip
   rules.check(
     config, 'logging.trajectories', config.logging.trajectories <= config.logging.episodes,
     f'must be at most logging.episodes = {config.logging.episodes}',

@@ -16,6 +16,7 @@ from ragen_jax.agent.world_model.state_reward import PLACES
 from ragen_jax.config import rules
 from ragen_jax.config.image_checks import check_texts
 from ragen_jax.envs.dataset.environment import DatasetEnvironment
+from ragen_jax.envs.spec import EnvSpec
 from ragen_jax.training.curriculum import ORDERS
 from ragen_jax.utils.errors import UserError
 
@@ -135,6 +136,16 @@ def check_replies(config: ConfigDict) -> None:
   )  # fmt: skip
   if config.reward.state_reward:
     _check_state_reward(config, [spec.tag for spec in specs if not spec.env.scene_kinds])
+
+
+def check_separator(config: ConfigDict, specs: Sequence[EnvSpec]) -> None:
+  """Checks that the separator of actions cuts no action into pieces, none of which would be an action."""
+  separator = config.agent.action_sep
+  for spec in specs:
+    cut = [word for word in spec.env.action_words if separator.lower() in word.lower()]
+    rules.check(
+      config, 'agent.action_sep', spec.env.whole_answer or not cut, f'occurs in actions of {spec.tag}: {", ".join(cut)}'
+    )
 
 
 def _check_request(config: ConfigDict) -> None:

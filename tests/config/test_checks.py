@@ -44,6 +44,12 @@ def test_every_choice_of_what_is_computed_again_is_allowed(remat):
     ('train.temperature', 0.0, r'train\.temperature=0\.0.*above 0'),
     ('optimizer.grad_clip', 0.0, r'optimizer\.grad_clip=0\.0: must be above 0'),
     ('agent.action_sep', ' ', r"agent\.action_sep=' ': must not be blank"),
+    (
+      'agent.action_sep',
+      ' |',
+      r"^agent\.action_sep=' \|': must not begin or end with a blank; one is written before it",
+    ),
+    ('agent.action_sep', 'T', r"^agent\.action_sep='T': occurs in actions of FrozenLake: Left, Right$"),
     ('train.top_k', 5, r"algorithm\.old_logprobs='sampler'.*'trainer'"),
     ('eval.top_p', 0.0, r'eval\.top_p=0\.0'),
     ('envs.FrozenLake.p', 1.5, r'envs\.FrozenLake.*p=1\.5'),
