@@ -189,8 +189,7 @@ def test_ten_lines_build_environment_model_and_trainer(in_the_repository, monkey
     exec(block, names)
   assert (before.iteration, names['state'].iteration) == (1, 2) and names['rollout'].episodes[0].tag == 'IcyLake'
   assert 0 <= names['evaluation'].metrics['val-env/IcyLake/optimal'] <= 1
-  advantages = [line for line in _block('batch.replace').splitlines()]
-  exec('import numpy as np\n' + '\n'.join(advantages), names)
+  exec(_block('batch.replace'), names)
   batch = names['batch']
   scores = np.asarray(names['rollout'].scores)
   expected = np.where(batch.trained, (scores - scores.mean())[:, None], 0)
