@@ -15,7 +15,7 @@ from ragen_jax.config import command_line
 from ragen_jax.config.checks import check_config
 from ragen_jax.envs import Budget, Environment, TextEnvironment
 from ragen_jax.envs.spec import OPTIONAL
-from ragen_jax.utils.errors import UserError
+from ragen_jax.utils.errors import UserError, short
 
 
 def load_config(file: str, fields: Mapping[str, Any] | None = None) -> ConfigDict:
@@ -85,13 +85,18 @@ def train_on(
     max_words: the reply length that the prompt requests.
 
   Raises:
-    UserError: there is no environment, or a class cannot be imported by its name; the config stores the name only.
+    UserError: there is no environment, a tag is no name of a field, or a class cannot be imported by its name; the
+      config stores the name only.
   """
   if not environments:
     raise UserError('environments={}: name at least one environment')
   budget = budget or Budget()
   sections = {}
   for tag, env in environments.items():
+    if not (isinstance(tag, str) and tag) or '.' in tag:
+      raise UserError(f'environments: the tag {tag!r} must be a text without dots, since it names a field of envs')
+    if not isinstance(env, Environment | TextEnvironment):
+      raise UserError(f'environments[{tag!r}]={short(env)}: must be an environment, such as ragen_jax.make_env returns')
     options = {f.name: getattr(env, f.name) for f in dataclasses.fields(env) if f.init}
     env_type = _type_name(type(env))
     try:

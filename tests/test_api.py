@@ -147,6 +147,27 @@ def test_a_class_that_cannot_be_imported_is_refused():
   assert config.to_dict() == before
 
 
+@pytest.mark.parametrize(
+  ('tag', 'env', 'message'),
+  [
+    ('a.b', frozen_lake.FrozenLake(), r"^environments: the tag 'a\.b' must be a text without dots"),
+    ('', frozen_lake.FrozenLake(), r"^environments: the tag '' must be a text"),
+    (3, frozen_lake.FrozenLake(), r'^environments: the tag 3 must be a text'),
+    (
+      'Mine',
+      'frozen_lake',
+      r"^environments\['Mine'\]='frozen_lake': must be an environment, such as ragen_jax\.make_env",
+    ),
+  ],
+)
+def test_tags_and_values_that_are_no_environments_are_refused(tag, env, message):
+  config = api.load_config(f'{ROOT}/{CONFIG}')
+  before = config.to_dict()
+  with pytest.raises(ragen_jax.UserError, match=message):
+    api.train_on(config, {tag: env})
+  assert config.to_dict() == before
+
+
 def test_a_config_that_cannot_run_is_refused_before_anything_is_loaded():
   config = api.load_config(f'{ROOT}/{CONFIG}', {'optimizer.mini_batch_size': 100})
   with pytest.raises(ragen_jax.UserError, match=r'optimizer\.mini_batch_size=100: must divide'):

@@ -39,10 +39,12 @@ def open_workdir(workdir: str, *, write: bool) -> Iterator[str | StagedWorkdir]:
   """Context manager: a workdir on disk, or the local copy of a workdir in a bucket (gs://BUCKET/FOLDER, s3://...).
 
   All processes of a run call it; the first one takes the lock. With `write` it holds the lock, as a run does; an
-  evaluation of the run needs none. Raises UserError if another process holds the lock, or the workdir cannot be read or
-  written.
+  evaluation of the run needs none. Raises UserError if the workdir is empty, another process holds the lock, or the
+  workdir cannot be read or written.
   """
   first = jax.process_index() == 0
+  if not workdir:
+    raise UserError('the workdir is empty; name a directory')
   if is_address(workdir):
     if jax.process_count() > 1 and not workdir.startswith('gs://'):
       raise UserError(

@@ -28,6 +28,14 @@ def _begin(workdir):
   (pathlib.Path(workdir) / 'checkpoints' / '1').mkdir(parents=True)
 
 
+@pytest.mark.parametrize('write', [True, False])
+def test_an_empty_workdir_is_not_the_current_folder(tmp_path, monkeypatch, write):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(UserError, match=r'^the workdir is empty; name a directory$'), open_workdir('', write=write):
+    pass
+  assert not list(tmp_path.iterdir())
+
+
 def test_before_the_first_checkpoint_another_config_may_take_the_workdir(tmp_path, caplog):
   for _ in range(2):
     record_config(tmp_path, {'seed': 0})
