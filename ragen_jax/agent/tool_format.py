@@ -11,8 +11,8 @@ import dataclasses
 import enum
 import functools
 import json
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ragen_jax.agent.chat_template import Around, ChatFormat
 from ragen_jax.utils.parameter_calls import read_parameters, write_parameters
@@ -122,8 +122,13 @@ class ToolFormat:
     if self.call_form is CallForm.JSON:
       return read_call
     functions = [json.loads(schema)['function'] for schema in schemas]
-    known = {x['name']: (x.get('parameters') or {}).get('properties') or {} for x in functions}
+    known = {x['name']: _mapping(_mapping(x.get('parameters')).get('properties')) for x in functions}
     return functools.partial(read_parameters, schemas=known)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+  """The value if it is a JSON object, otherwise an empty one: tools of requests may be anything."""
+  return value if isinstance(value, dict) else {}
 
 
 def _separated(texts: Sequence[Result], separator: str) -> list[Result | FormatText]:

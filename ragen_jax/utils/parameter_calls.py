@@ -26,6 +26,9 @@ _PARAMETER = re.compile(
 )
 _END = re.compile(r'\s*</function>\s*\Z')
 _SCALARS = {'true': 'true', 'false': 'false', 'null': 'null', 'none': 'null'}
+_KINDS = {
+  str: 'string', bool: 'boolean', int: 'integer', float: 'number', list: 'array', dict: 'object', type(None): 'null',
+}  # fmt: skip
 
 # Schemas of parameters by their names, of tools by their names.
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -58,7 +61,7 @@ def read_parameters(text: str, schemas: Schemas) -> tuple[str, str, Problem | No
 
   With a problem, the name is '' if it cannot be read, and the arguments are the raw text from where reading fails. A
   value is a text where the schema allows texts, and where it names no type and the value is neither an object nor an
-  array. A value that is not of its type is a text too.
+  array. A value that is not of its type is a text too. Schemas come from anywhere: what is no schema names no type.
   """
   opening = _FUNCTION.match(text)
   if opening is None or not opening[1].strip():
@@ -85,19 +88,28 @@ def _typed(text: str, schema: Any) -> Any:
     value = parse_json(scalar or text)
   except ValueError:
     return text
-  return value if kinds or isinstance(value, dict | list) else text
+  kind = _KINDS[type(value)]
+  if kind == 'integer' or (kind == 'number' and value.is_integer()):
+    fits = not kinds.isdisjoint(('integer', 'number'))
+  else:  # a schema of null alone may refer to a type that is told elsewhere
+    fits = kind in kinds or (kinds <= {'null'} and kind in ('object', 'array'))
+  return value if fits else text
 
 
 def _kinds(schema: Any) -> set[str]:
-  """The types that a JSON schema names or lists the values of; empty if it does neither."""
+  """The types that a JSON schema names, or those of the values that it lists; empty if it does neither."""
   if not isinstance(schema, Mapping):
     return set()
-  named = schema.get('type', [])
-  kinds = {named} if isinstance(named, str) else {x for x in named if isinstance(x, str)}
+  named = schema.get('type')
+  kinds = {x for x in _KINDS.values() if x in (named if isinstance(named, list) else [named])}
   for word in ('anyOf', 'oneOf', 'allOf'):
-    for inner in schema.get(word) or ():
+    for inner in _listed(schema.get(word)):
       kinds |= _kinds(inner)
   if not kinds:
-    values = [*schema.get('enum', ()), *([schema['const']] if 'const' in schema else [])]
-    kinds |= {'string' if isinstance(x, str) else 'null' if x is None else 'other' for x in values}
+    values = [*_listed(schema.get('enum')), *([schema['const']] if 'const' in schema else [])]
+    kinds |= {_KINDS[type(x)] for x in values}
   return kinds
+
+
+def _listed(value: Any) -> list[Any]:
+  return value if isinstance(value, list) else []

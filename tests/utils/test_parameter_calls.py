@@ -25,6 +25,8 @@ SCHEMAS = {
     'level': {'enum': [1, 2, None]},
     'free': {},
     'odd': True,
+    'refers': {'anyOf': [{'$ref': '#/$defs/Size'}, {'type': 'null'}]},
+    'python': {'type': 'dict'},
   }
 }
 
@@ -43,7 +45,13 @@ def written(name, value):
     ('items', '[1, "a"]', [1, 'a']), ('items', "['a']", "['a']"), ('box', '{"a": {}}', {'a': {}}),
     ('name', 'Ada', 'Ada'), ('name', 'null', None), ('name', 'None', None), ('maybe', 'None', None),
     ('maybe', 'False', False), ('level', '2', 2), ('level', 'null', None),
+    # Values of another type.
+    ('count', '"5"', '"5"'), ('count', '[1]', '[1]'), ('count', 'true', 'true'), ('count', 'None', 'None'),
+    ('count', '2.0', 2.0), ('count', '2.5', '2.5'), ('size', '5', 5), ('flag', '1', '1'), ('items', '{}', '{}'),
+    ('box', '[]', '[]'), ('level', '[2]', '[2]'),
     # Parameters whose type is not known.
+    ('refers', '5', '5'), ('refers', 'None', None), ('refers', '{"a": 1}', {'a': 1}), ('python', '{"a": 1}', {'a': 1}),
+    ('python', '5', '5'),
     ('free', '5', '5'), ('free', 'true', 'true'), ('free', '[1]', [1]), ('other', '{"a": 1}', {'a': 1}),
     ('odd', '1', '1'),
   ],
@@ -52,6 +60,20 @@ def test_values_have_the_types_of_the_schema(name, value, expected):
   function, arguments, problem = read_parameters(written(name, value), SCHEMAS)
   assert (function, problem) == ('f', None) and json.loads(arguments) == {name: expected}
   assert type(json.loads(arguments)[name]) is type(expected)
+
+
+@pytest.mark.parametrize(
+  'schema',
+  [
+    5, None, [], 'integer', {'type': None}, {'type': 5}, {'type': {}}, {'type': [None, 5]}, {'type': [['integer']]},
+    {'anyOf': 5}, {'anyOf': None}, {'anyOf': {'type': 'integer'}}, {'anyOf': ['integer', None, 5]}, {'enum': 5},
+    {'enum': None}, {'enum': {'5': 5}}, {'const': None}, {'$ref': '#/$defs/a'}, {'properties': {}},
+  ],
+)  # fmt: skip
+def test_what_is_no_schema_names_no_type(schema):
+  for value, expected in (('5', '5'), ('[5]', [5])):
+    _, arguments, problem = read_parameters(written('a', value), {'f': {'a': schema}})
+    assert problem is None and json.loads(arguments) == {'a': expected}
 
 
 @pytest.mark.parametrize(

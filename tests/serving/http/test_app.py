@@ -13,9 +13,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from ragen_jax.agent.chat import ChatTokenizer
 from ragen_jax.serving.http.app import App
 from ragen_jax.serving.rollouts.tables import Tables
 from ragen_jax.serving.types import AttemptState, Finish
+from tests.support.chat_templates import KINDS, write_tokenizer
 from tests.support.scripted import ADMIN, ASK, ScriptedEngine, chat, serve
 from tests.support.serving import PATIENCE, until
 from tests.support.wire import CALL_TAGS, SPECIALS, TOOL
@@ -273,6 +275,22 @@ def test_a_seed_replaces_the_key_except_in_training(server):
   trained = server.client(server.attempt(key=(5, 6))).chat.completions.with_raw_response
   raw = trained.create(model='policy', messages=ASK, seed=7)
   assert raw.headers['x-ragen-changed'] == 'seed' and server.engine.requests[4].key == (5, 6)
+
+
+def test_calls_are_read_whatever_the_tools_of_the_request_are(tmp_path):
+  tok = ChatTokenizer(write_tokenizer(tmp_path / 'tokenizer', KINDS['qwen3.5-small']))
+  reply = '<tool_call>\n<function=look>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>'
+  deep = {'type': 'integer'}
+  for _ in range(30):
+    deep = {'anyOf': [deep]}
+  odd = [{}, {'parameters': None}, {'parameters': []}, {'parameters': 5}, {'parameters': {'properties': ['a']}}]
+  odd += [{'parameters': {'properties': {'a': schema}}} for schema in (5, {'type': None}, {'anyOf': 5}, {'enum': 5})]
+  with serve(tmp_path, ScriptedEngine(tok, lambda prompt, number: reply)) as server:
+    ask = server.client(server.attempt()).chat.completions.create
+    for more, expected in [*((x, '5') for x in odd), ({'parameters': {'properties': {'a': deep}}}, 5)]:
+      tools = [{'type': 'function', 'function': {'name': 'look'} | more}]
+      (call,) = ask(model='policy', messages=ASK, tools=tools).choices[0].message.tool_calls
+      assert (call.function.name, json.loads(call.function.arguments)) == ('look', {'a': expected})
 
 
 # -- weights, pauses and streams that break ----------------------------------------------------------------------------
