@@ -91,14 +91,22 @@ class ChatFormat:
 
   def reply(self, text: str) -> tuple[str, str]:
     """The thought that the template writes of an earlier reply, with its tags, and the rest."""
-    thought, thinks = '', END_THOUGHT in text
+    thinks = END_THOUGHT in text
     if self.thoughts is Thoughts.ALWAYS:
-      thought = text.partition(END_THOUGHT)[0].rpartition(THOUGHT)[2].strip() if thinks else ''
-      thought = f'{THOUGHT}\n{thought}\n{END_THOUGHT}\n\n'
+      text = self.strip(ASSISTANT, text)
+      return self.thought(text) or NO_THOUGHT, text.rpartition(END_THOUGHT)[2].lstrip('\n') if thinks else text
     if thinks and self.thoughts is not Thoughts.KEPT:
       text = text.rpartition(END_THOUGHT)[2]
       text = text if self.thoughts is Thoughts.CUT else text.lstrip('\n')
-    return thought, self.strip(ASSISTANT, text)
+    return '', self.strip(ASSISTANT, text)
+
+  def thought(self, text: str) -> str:
+    """The thought of a reply as templates write it that show it, with its tags; '' if it has none."""
+    if END_THOUGHT not in text:
+      return ''
+    inside = text.partition(END_THOUGHT)[0].rpartition(THOUGHT)[2]
+    inside = inside.strip() if ASSISTANT in self.stripped else inside.strip('\n')
+    return f'{THOUGHT}\n{inside}\n{END_THOUGHT}\n\n'
 
   def strip(self, role: str, text: str) -> str:
     """The content of a message without the white space that the template removes."""

@@ -184,9 +184,11 @@ class _Probe:
 
 def _verify(probe: _Probe, form: ChatFormat) -> None:
   """Raises UserError if the template writes one of other conversations in another way than the format."""
+  # Where the text behind a thought stays in the conversation with it, blanks there and in the thought count too.
+  hm, c = (' hm\n\nno ', ' C\n') if form.thoughts is Thoughts.ALWAYS else ('hm', 'C\n')
   talk = [
     (USER, 'one\n\n two {{ x }}'), (ASSISTANT, 'A  b.'), (USER, ' \n'), (ASSISTANT, '<a>\nb</a> '),
-    (USER, f'{THOUGHT}hm{END_THOUGHT} é'), (ASSISTANT, f'{THOUGHT}hm{END_THOUGHT}\n\nC\n'), (USER, 'three\n'),
+    (USER, f'{THOUGHT}hm{END_THOUGHT} é'), (ASSISTANT, f'{THOUGHT}{hm}{END_THOUGHT}\n\n{c}'), (USER, 'three\n'),
     (ASSISTANT, '\nD\n\n'), (USER, '\n\nfour'),
   ]  # fmt: skip
   for system in ([], [(SYSTEM, '\nBe brief.\n')]):

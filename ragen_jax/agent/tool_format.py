@@ -71,6 +71,7 @@ class ToolFormat:
     results: around the results of the calls of one reply.
     between_results: the text between two results.
     strips_results: whether results lose the white space at both ends.
+    skips_empty_system: whether an empty system message counts as none.
     call_form: how calls are written.
     before_calls: the text between a reply's content and its first call.
     empty_thoughts: whether a reply without a thought, which no question follows, gets an empty one.
@@ -83,6 +84,7 @@ class ToolFormat:
   results: Around
   between_results: str
   strips_results: bool = False
+  skips_empty_system: bool = False
   call_form: CallForm = CallForm.JSON
   before_calls: str = '\n'
   empty_thoughts: bool = False
@@ -95,7 +97,8 @@ class ToolFormat:
       Place.SYSTEM: [system or ''],
       Place.TOOLS: _separated(schemas, self.between_tools),
     }
-    pieces = self.without_system if system is None else self.with_system
+    skipped = system is None or (not system and self.skips_empty_system)
+    pieces = self.without_system if skipped else self.with_system
     return [part for x in pieces for part in ([FormatText(x)] if isinstance(x, str) else filled[x])]
 
   def result_turn(self, results: Sequence[Result]) -> list[Result | FormatText]:

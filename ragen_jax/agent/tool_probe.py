@@ -12,7 +12,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragen_jax.agent.chat_template import ASSISTANT, NO_THOUGHT, SYSTEM, TOOL, USER, Around, ChatFormat, Thoughts
+from ragen_jax.agent.chat_template import (
+  ASSISTANT,
+  END_THOUGHT,
+  NO_THOUGHT,
+  SYSTEM,
+  THOUGHT,
+  TOOL,
+  USER,
+  Around,
+  ChatFormat,
+  Thoughts,
+)
 from ragen_jax.agent.template_program import TemplateError, TemplateProgram, first_difference
 from ragen_jax.agent.tool_format import CallForm, FormatText, Part, Place, ToolFormat, qwen_tools
 from ragen_jax.utils.tool_calls import CALL
@@ -64,11 +75,15 @@ def _find(program: TemplateProgram, form: ChatFormat) -> ToolFormat:
     raise TemplateError('it does not write tools as their JSON')
   between = text.partition(first)[2].partition(second)[0]
   marks = {first + between + second: Place.TOOLS}
+  alone, behind_empty = (
+    program.render([*system, user], opens=False, tools=tools) for system in ([], [{'role': SYSTEM, 'content': ''}])
+  )
   return ToolFormat(
     with_system=_beginning(text, form, marks | {_SYSTEM: Place.SYSTEM}),
-    without_system=_beginning(program.render([user], opens=False, tools=tools), form, marks),
+    without_system=_beginning(alone, form, marks),
     between_tools=between,
     function_only=function_only,
+    skips_empty_system=behind_empty == alone,
     **_calls_and_results(program, form, tools),
   )
 
@@ -133,6 +148,9 @@ _TALK = (
   {'role': TOOL, 'content': ''},
   ('', [('look', {}), ('look', {'z': ['a']})]),
   {'role': TOOL, 'content': '{"x": 1}'},
+  (f'{THOUGHT}\n\n hm\n\nno \n\n{END_THOUGHT}\n\nC', [('look', {})]),
+  {'role': TOOL, 'content': 'r'},
+  {'role': USER, 'content': 'three'},
 )
 
 
@@ -144,7 +162,8 @@ def _verify(program: TemplateProgram, form: ChatFormat, tools: ToolFormat) -> No
   ]
   talk = [_reply(*message) if isinstance(message, tuple) else message for message in _TALK]
   ends = [i for i, message in enumerate(talk, start=1) if message['role'] != ASSISTANT]
-  for system, listed in itertools.product(([], [{'role': SYSTEM, 'content': 'Be brief.\n'}]), (schemas, schemas[1:])):
+  systems = ([], *([{'role': SYSTEM, 'content': text}] for text in ('Be brief.\n', '', ' \n')))
+  for system, listed in itertools.product(systems, (schemas, schemas[1:])):
     for end, opens in itertools.product(ends, (True, False)):
       messages = [*system, *talk[:end]]
       theirs, ours = program.render(messages, opens=opens, tools=listed), _write(form, tools, messages, listed, opens)
@@ -174,8 +193,8 @@ def _write(
       (message,) = texts
       calls = [(call['function']['name'], call['function']['arguments']) for call in message.get('tool_calls', ())]
       thought, text = form.reply(message['content'])
-      if tools.empty_thoughts and rest.index(message) > asked:
-        thought = NO_THOUGHT
+      if form.thoughts is Thoughts.PAST and rest.index(message) > asked:
+        thought = form.thought(message['content']) or (NO_THOUGHT if tools.empty_thoughts else '')
       written = tools.call_parts(_sent(calls), after_text=bool(text))
       parts += [form.assistant.before, thought + text, *written, form.assistant.after]
   return _text(parts) + (form.assistant.before + form.forced if opens else '')

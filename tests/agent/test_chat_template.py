@@ -22,7 +22,7 @@ from ragen_jax.envs.frozen_lake import FrozenLake
 from ragen_jax.envs.spec import Budget, EnvSpec
 from ragen_jax.sft import conversations
 from ragen_jax.utils.errors import UserError
-from tests.support.chat_templates import CHATML_TOKENS, KINDS, QWEN25_SYSTEM, Kind, chatml, write_tokenizer
+from tests.support.chat_templates import CHATML_TOKENS, KINDS, QWEN3_8, QWEN25_SYSTEM, Kind, chatml, write_tokenizer
 from tests.support.speakers import context_settings
 
 # Published models, and the kinds of tokenizer that have the facts of their templates.
@@ -360,6 +360,9 @@ _OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endi
     (_LOOP.replace('CONTENT', "m.content.split('</think>')[0]") + _OPENING, 'drops, repeats or moves'),
     (_LOOP.replace('CONTENT', "m.content|replace('<think>', '[')") + _OPENING, 'of the thought of an earlier reply'),
     (_LOOP.replace('CONTENT', "m.content + ('!' if messages|length > 6 else '')") + _OPENING, 'shorter conversation'),
+    # Of templates that keep all thoughts, blanks in the thought and behind it.
+    (QWEN3_8.replace('[-1] | trim %}', "[-1].strip('\n') %}"), 'shorter conversation'),
+    (QWEN3_8.replace(".lstrip('\n') %}", ' | trim %}'), 'shorter conversation'),
     (_LOOP.replace('CONTENT', 'm.content') + "{{ '<|im_start|>assistant\n' }}", 'should'),
     ("{{ raise_exception('no system') }}", 'no system'),
     ("{% if messages[0].role == 'system' %}{{ raise_exception('System role') }}{% endif %}" + _LOOP, 'System role'),

@@ -89,6 +89,7 @@ def test_a_tokenizer_without_a_template_says_so(tmp_path):
     ('{% if loop.last or messages', '{% if messages', ''),
     ('{% if text or not loop.first %}', '{% if text %}', 'of user, assistant, tool, assistant, user, '),
     ('{% for t in tools %}', '{% for t in tools[:2] | sort(attribute="function.name") %}', ''),
+    ('messages[0].content + "\n\n"', '(messages[0].content or "Help.") + "\n\n"', 'of system, user it writes'),
   ],
 )
 def test_templates_that_write_tools_in_another_way_are_not_followed(tmp_path, old, new, message):
@@ -126,7 +127,7 @@ def test_what_a_template_does_around_calls_and_results_is_followed(tmp_path, old
 def test_the_form_of_calls_is_that_of_the_template(tmp_path, name, form):
   tokenizer = ChatTokenizer(write_tokenizer(tmp_path, TOOL_KINDS[name]))
   assert tokenizer.tools_refused == '' and tokenizer.tools.call_form is form
-  assert tokenizer.tools.strips_results == (form is not CallForm.JSON)
+  assert tokenizer.tools.strips_results == tokenizer.tools.skips_empty_system == (form is not CallForm.JSON)
   assert tokenizer.tools.empty_thoughts == (form is not CallForm.JSON and name != 'qwen3.8')
 
 
@@ -137,8 +138,10 @@ def test_the_form_of_calls_is_that_of_the_template(tmp_path, name, form):
     ("'<parameter=' + name", "'<argument=' + name"),
     ("{{ '</function>\n</tool_call>' }}{% endfor %}{{ '<|im_end|>", "{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>"),
     ('value | string }}', 'value | string | lower }}'),
+    ("split('<think>')[-1] | trim", "split('<think>')[-1]"),
     ("+ text + '\n</tool_response>'", "+ text + '</tool_response>'"),
     ('{% if loop.index0 > ns.asked %}', '{% if loop.index0 > ns.asked and loop.last %}'),
+    ('{% if loop.index0 > ns.asked %}', '{% if loop.index0 > ns.asked and (loop.last or thought) %}'),
   ],
 )
 def test_other_templates_with_parameters_are_followed_or_refused(tmp_path, old, new):
@@ -146,10 +149,10 @@ def test_other_templates_with_parameters_are_followed_or_refused(tmp_path, old, 
   assert template.count(old) == 1
   kind = dataclasses.replace(KINDS['qwen3.5'], template=template.replace(old, new))
   tokenizer = ChatTokenizer(write_tokenizer(tmp_path, kind))
-  if 'tool_response' in old or 'asked' in old:
+  if 'tool_response' in old or 'or thought' in new:
     assert tokenizer.tools_refused == '' and tokenizer.tools.empty_thoughts == ('asked' not in old)
   else:
-    assert 'of the calls of a reply it writes' in tokenizer.tools_refused
+    assert 'it writes' in tokenizer.tools_refused
 
 
 def test_the_template_for_tools_is_taken_if_there_are_several(tmp_path):

@@ -49,7 +49,8 @@ _QWEN3_5 = (
   "{% for t in tools %}{{ '\n' + t | tojson }}{% endfor %}"
   "{{ '\n</tools>\n\nA call:\n\n<tool_call>\n<function=a_name>\n<parameter=a_parameter>\na value\n</parameter>\n' }}"
   "{{ '</function>\n</tool_call>' }}"
-  "{% if messages[0].role == 'system' %}{{ '\n\n' + shown(messages[0].content) | trim }}{% endif %}"
+  "{% if messages[0].role == 'system' and shown(messages[0].content) | trim %}"
+  "{{ '\n\n' + shown(messages[0].content) | trim }}{% endif %}"
   "{{ '<|im_end|>\n' }}{% endif %}"
   '{% set ns = namespace(asked=-1) %}'
   "{% for m in messages %}{% if m.role == 'user' and not (shown(m.content) | trim).startswith('<tool_response>') %}"

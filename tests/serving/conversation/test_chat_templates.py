@@ -246,13 +246,14 @@ def test_histories_with_calls_have_the_ids_of_the_template(tmp_path, name):
     talk[6]['reasoning_content'] = 'hm'
   else:
     talk[7]['content'] = ' {"x": 1}\n'
-  for end in (2, 4, 6, 9, 11):
+  for end, system in [*((end, 'Be brief.') for end in (2, 4, 6, 9, 11)), (2, ''), (2, ' \n')]:
+    talk[0]['content'] = system
     expected = theirs.apply_chat_template(talk[:end], tools=[TOOL], return_dict=False, add_generation_prompt=True)
     sent = json.loads(json.dumps(talk[:end]))
     for call in (call for message in sent for call in message.get('tool_calls', ())):
       call['function']['arguments'] = json.dumps(call['function']['arguments'])
     rendered = list(form.render(from_chat(sent), tools_from_chat([TOOL]), OPEN))
-    assert rendered == list(expected), end
+    assert rendered == list(expected), (end, system)
 
 
 _PIECES = [
