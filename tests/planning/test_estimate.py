@@ -24,8 +24,8 @@ def run():
   return programs.make_run(config)
 
 
-def _cost(seconds, sent=0.0, memory=100, cpu=7.0, loops=()):
-  work = Work(seconds, 1, {}, sent, 0.0, loops)
+def _cost(seconds, sent=0.0, memory=100, cpu=7.0, loops=(), waits=0.0):
+  work = Work(seconds, 1, {}, sent, 0.0, loops, waits)
   return Cost(memory, 20, 10, 5, cpu + 1, cpu, work, True)
 
 
@@ -44,6 +44,13 @@ def test_an_iteration_is_the_sum_of_its_programs_and_collectives(run):
   assert found.chip_hours == pytest.approx(8 * 12 * (found.iteration + found.evaluation) / 3600)
   n = run.lengths
   assert found.sampled == run.config.train.groups * run.config.train.group_size * n.turns * n.reply
+
+
+def test_waits_for_memory_are_a_part_of_the_time_of_the_device(run):
+  runs = {p.name: p.runs for p in programs.programs_of(run)}
+  plain, waits = (estimate.estimate_of(run, TOPOLOGY, _measured(run, gradient=_cost(2.0, waits=x))) for x in (0.0, 0.5))
+  assert waits.parts['gradients'].waiting == 0.5 * runs['gradient'] and plain.parts['gradients'].waiting == 0
+  assert waits.iteration == plain.iteration
 
 
 def test_memory_is_that_of_the_largest_program_with_what_the_run_holds_beside_it(run):

@@ -328,6 +328,15 @@ def test_kernels_wait_for_copies_that_work_does_not_hide():
   busy = _of([_copy(1), _kernel('a', '%x', short), _end(1), _copy(2), _end(2)])
   # The kernel uses the memory for as long as it runs, so the second copy begins 1 us later.
   assert busy.memory_waits == pytest.approx(2 * copy)
+  # Of a slice, the part is copied.
+  part = 'bf16[128,1024]{1,0:T(8,128)S(1)}'
+  cut = [f'%slice-start.1 = ((bf16[1024,1024]{{1,0:T(8,128)}}), {part}, u32[]{{:S(2)}}) slice-start(%x)']
+  assert _of([*cut, f'%slice-done.1 = {part} slice-done(%slice-start.1)']).memory_waits == pytest.approx(copy / 8)
+  # A loop has a schedule of its own; its operands are not what it reads.
+  inner = _LOOP.replace('"estimated_cycles":"10"', '"estimated_cycles":"300"')
+  loop = '%w = s32[] while(%x), condition=%inner_condition, body=%inner'
+  around = _of([_copy(1), loop, _end(1), _copy(2), _end(2)], inner)
+  assert around.memory_waits == pytest.approx(2 * copy - 5 * 300 / 1.5e9)
 
 
 def test_waits_count_as_often_as_loops_run():
