@@ -125,7 +125,7 @@ def _draw_growth(panels: dict[str, list[dict[str, float]]], path: pathlib.Path) 
 
   columns = (len(panels) + 1) // 2
   with figure_style():
-    figure, grid = pyplot.subplots(2, columns, figsize=(3 * columns, 5.2), layout='constrained')
+    figure, grid = pyplot.subplots(2, columns, figsize=(3 * columns, 5.2), squeeze=False, layout='constrained')
     for axis, (name, points) in zip(grid.flat, panels.items(), strict=False):
       sizes = [point['value'] for point in points]
       for key, label in _KEYS:

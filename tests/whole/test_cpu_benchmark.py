@@ -8,7 +8,21 @@ import sys
 
 import pytest
 
+from benchmarks import cpu_growth
 from tests.support.paths import ROOT
+
+
+@pytest.mark.parametrize('growth', [(), ('rows',), ('rows', 'turns', 'replies')])
+@pytest.mark.parametrize('divided', [False, True])
+def test_parts_that_were_measured_are_drawn(tmp_path, growth, divided):
+  points = [{'value': n, 'sampling_s': 0.5 * n, 'update_s': 2.0 * n**2} for n in (1, 2, 4)]
+  record = {'growth': {'base': {}, 'hardware': ''} | dict.fromkeys(growth, points)}
+  record |= {'divided': {'episodes': 8, 'devices': points, 'processes': points}} if divided else {}
+  drawn = [tmp_path / 'cpu_growth.png'] if growth or divided else []
+  assert cpu_growth.draw(record, tmp_path) == drawn and all(path.stat().st_size > 1000 for path in drawn)
+  for key, exponent in (('sampling_s', 1), ('update_s', 2)):
+    found = cpu_growth.exponent([x['value'] for x in points], [x[key] for x in points])
+    assert found == pytest.approx(exponent)
 
 
 @pytest.mark.slow
