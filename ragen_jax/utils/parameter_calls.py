@@ -42,12 +42,13 @@ def write_parameters(name: str, arguments: str, *, as_json: bool) -> str:
   """
   try:
     values = parse_json(arguments)
-  except ValueError:
-    values = None
-  if not isinstance(values, dict):
+    written = [(key, _text(value, as_json)) for key, value in values.items()] if isinstance(values, dict) else None
+  except (ValueError, RecursionError):
+    written = None
+  if written is None:
     return f'<function={name}>\n{arguments}\n</function>'
-  written = (f'<parameter={key}>\n{_text(value, as_json)}\n</parameter>\n' for key, value in values.items())
-  return encodable(f'<function={name}>\n{"".join(written)}</function>')
+  parameters = ''.join(f'<parameter={key}>\n{value}\n</parameter>\n' for key, value in written)
+  return encodable(f'<function={name}>\n{parameters}</function>')
 
 
 def _text(value: Any, as_json: bool) -> str:

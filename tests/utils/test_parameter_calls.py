@@ -107,6 +107,12 @@ def test_scalars_are_written_as_json_or_as_python_writes_them(as_json, values):
   assert write_parameters('f', '[1]', as_json=as_json) == '<function=f>\n[1]\n</function>'
 
 
+def test_arguments_that_are_nested_too_deeply_stay_as_they_are():
+  for depth in (*range(900, 1000), 100_000):  # the limits of reading and of writing differ
+    arguments = f'{{"a": {"[" * depth}{"]" * depth}}}'
+    assert arguments[1:-1].removeprefix('"a": ') in write_parameters('f', arguments, as_json=True)
+
+
 _TEXT = st.text(max_size=6) | st.sampled_from(
   ['\n', '\n\n', ' ', '<parameter=', '</function>', '</parameter>', '\u2028']
 )
