@@ -133,6 +133,14 @@ def with_thoughts(messages):
   return messages
 
 
+@pytest.mark.parametrize('name', ['qwen3.5', 'qwen3.6'])
+def test_calls_are_read_back_with_the_types_of_the_tools(directories, name):
+  tokenizer = ChatTokenizer(directories[name])
+  talk = [said('user', 'q'), said('assistant', '', tool_calls=[call('a', 'look', {'x': '[1,2]'})])]
+  ids, _ = encode(tokenizer, talk, [LOOK])
+  assert '<parameter=x>\n[1,2]\n</parameter>' in tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize('system', [[], [said('system', 'Be brief. ')]], ids=['default', 'system'])
 @pytest.mark.parametrize('tools', [[LOOK, ADD], [ADD, LOOK, {**ADD, 'function': {'name': 'f'}}]], ids=['two', 'three'])
 @pytest.mark.slow_cases('shared-two-default')
