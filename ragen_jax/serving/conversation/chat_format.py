@@ -223,12 +223,17 @@ class QwenFormat:
   def _drops_thoughts_before(self, messages: Sequence[Message]) -> bool:
     """Whether the template writes a reply without its thought as soon as these messages follow."""
     if self._form.thoughts is Thoughts.PAST:
-      return any(map(_is_query, messages))
+      return any(map(self._is_query, messages))
     return self._form.thoughts not in (Thoughts.KEPT, Thoughts.ALWAYS)
+
+  def _is_query(self, message: Message) -> bool:
+    """Whether a message asks something, so that thoughts before it are over; a tool's result does not."""
+    text = self._form.strip(Role.USER, message.text)
+    return message.role is Role.USER and not (text.startswith(_RESULT) and text.endswith(_END_RESULT))
 
   def _messages(self, messages: Sequence[Message], *, begun: bool = False) -> list[_Item]:
     """Messages with what stands around them; `begun`: the system message has begun the first one's turn."""
-    queries = [i for i, message in enumerate(messages) if _is_query(message)]
+    queries = [i for i, message in enumerate(messages) if self._is_query(message)]
     # Without a query, the template shows no thought.
     last_query = queries[-1] if queries else len(messages) - 1
     items: list[_Item] = []
@@ -360,12 +365,6 @@ class QwenFormat:
       read_call=self._tokenizer.tools.read_call([tool.schema for tool in tools]),
       before_calls=self._tokenizer.tools.before_calls,
     )
-
-
-def _is_query(message: Message) -> bool:
-  """Whether a message asks something, so that thoughts before it are over; a tool's result does not."""
-  text = message.text
-  return message.role is Role.USER and not (text.startswith(_RESULT) and text.endswith(_END_RESULT))
 
 
 def _arguments(call: ToolCall) -> str:

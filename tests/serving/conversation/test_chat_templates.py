@@ -256,6 +256,17 @@ def test_histories_with_calls_have_the_ids_of_the_template(tmp_path, name):
     assert rendered == list(expected), (end, system)
 
 
+def test_a_user_s_message_that_is_a_result_is_no_question(tmp_path):
+  directory = write_tokenizer(tmp_path, KINDS['qwen3.5'])
+  theirs = transformers.AutoTokenizer.from_pretrained(directory)
+  form = QwenFormat(ChatTokenizer(directory), keep_thoughts=False)
+  thinks = '<think>\nhm\n</think>\n\nA'
+  for result in ('<tool_response>r</tool_response>', '\n <tool_response>r</tool_response> \n'):
+    talk = [(USER, 'q'), (ASSISTANT, thinks), (USER, result)]
+    rendered = form.render(messages_of(talk), (), OPEN)
+    assert theirs.decode(rendered).count('hm') == 1 and rendered == ids_of(theirs, talk)
+
+
 _PIECES = [
   *{t for kind in KINDS.values() for t in (*kind.specials, *kind.others)},
   '<',
