@@ -13,6 +13,8 @@ import argparse
 import json
 import pathlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -22,8 +24,8 @@ COLUMNS = (64, 256)
 CHUNKS = (32, 64, 128)
 
 
-def measure(name: str) -> list[dict[str, object]]:
-  """Milliseconds and MiB of temporary memory of each form and number of columns."""
+def measure(name: str, add: Callable[[dict[str, Any]], None]) -> None:
+  """Gives `add` milliseconds and MiB of temporary memory of each form and number of columns."""
   from ragen_jax.planning import topologies
 
   topology = topologies.parse(name)
@@ -49,7 +51,6 @@ def measure(name: str) -> list[dict[str, object]]:
 
   forms = {'column by column': by_column} | {f'chunks of {c}': chunked(c) for c in CHUNKS}
   place = SingleDeviceSharding(topologies.devices(topology)[0])
-  found = []
   for columns in COLUMNS:
     shapes = [
       (ROWS, columns, HEADS, WIDTH), (ROWS, columns, HEADS, WIDTH), (ROWS, columns, HEADS, 1, WIDTH),
@@ -58,12 +59,10 @@ def measure(name: str) -> list[dict[str, object]]:
     given = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
     for form, run in forms.items():
       made = cost.compile_program(jax.jit(run).lower(*given), topology)
-      found.append({
+      add({
         'columns': columns, 'form': form, 'ms': round(1e3 * made.work.seconds, 3),
         'temporary_mib': round(made.temporary / 2**20, 1),
       })  # fmt: skip
-      print(f'{name}: {json.dumps(found[-1])}', flush=True)
-  return found
 
 
 def main() -> None:
@@ -78,8 +77,14 @@ def main() -> None:
     if topologies.missing(topologies.parse(name).chip.platform):
       print(f'{name}: its compiler is not installed (requirements-aot.txt)')
       continue
-    record[name] = measure(name)
-    out.write_text(json.dumps(record, indent=1) + '\n')
+    record[name] = []
+
+    def add(found: dict[str, Any], name: str = name) -> None:
+      print(f'{name}: {json.dumps(found)}', flush=True)
+      record[name].append(found)
+      out.write_text(json.dumps(record, indent=1) + '\n')
+
+    measure(name, add)
 
 
 if __name__ == '__main__':
