@@ -107,7 +107,7 @@ def programs_table(case: dict[str, Any]) -> str:
 
 
 def growth_table(results: dict[str, Any]) -> str:
-  """The same work for each chip on ever more chips."""
+  """The same work for each chip on ever more chips, without waits for memory, which not all results have."""
   head = ['Machine', 'Chips', 'Iteration s', 'of it links s', 'Sent a chip and gradient, GB', 'Efficiency']
   rows, first = [], None
   for name in _GROWTH:
@@ -118,6 +118,7 @@ def growth_table(results: dict[str, Any]) -> str:
     # Scoring is compiled for the smallest machine only.
     parts = [x for n, x in e['parts'].items() if n != 'scoring']
     seconds, links = _total(x[n] for x in parts for n in ('device', 'links')), _total(x['links'] for x in parts)
+    seconds = seconds and seconds - sum(x.get('waiting') or 0 for x in parts)
     first = first or seconds
     sent = case['programs']['gradient']['cost']['work']['sent']
     efficiency = first / seconds if first and seconds else None
