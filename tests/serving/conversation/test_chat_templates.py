@@ -264,7 +264,7 @@ def test_a_user_s_message_that_is_a_result_is_no_question(tmp_path):
   for result in ('<tool_response>r</tool_response>', '\n <tool_response>r</tool_response> \n'):
     talk = [(USER, 'q'), (ASSISTANT, thinks), (USER, result)]
     rendered = form.render(messages_of(talk), (), OPEN)
-    assert theirs.decode(rendered).count('hm') == 1 and rendered == ids_of(theirs, talk)
+    assert theirs.decode(rendered) == theirs.decode(ids_of(theirs, talk))  # the client's tags are text
 
 
 _PIECES = [
