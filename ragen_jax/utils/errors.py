@@ -49,7 +49,9 @@ class Diverged(UserError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
   """A question with the known name that resembles an unknown one, and a space; '' if none does."""
-  close = difflib.get_close_matches(name, list(known), n=1)
+  known = list(known)
+  begun = sorted((x for x in known if name.startswith(f'{x}-')), key=len, reverse=True)  # the name has an addition
+  close = begun or difflib.get_close_matches(name, known, n=1)
   return f'did you mean {close[0]!r}? ' if close else ''
 
 

@@ -10,6 +10,7 @@ from ragen_jax.utils.errors import (
   StoreAway,
   UserError,
   describe_error,
+  did_you_mean,
   one_line,
   printable,
   short,
@@ -61,6 +62,18 @@ def test_foreign_texts_have_no_control_characters():
   for text in ('', 'plain', 'Grüße, 你好, عربي, 😀', '\ufffd'):
     assert printable(text) == one_line(text, str) == text
   assert printable('a\tb\r\nc\ud800', also='\n\t') == 'a\tb?\nc?'
+
+
+@pytest.mark.parametrize(
+  ('name', 'meant'),
+  [
+    ('smollm2-135m-instruct', 'smollm2-135m'), ('smollm2-135m', 'smollm2-135m'), ('smollm-135m', 'smollm2-135m'),
+    ('llama3.2-3b-instruct-lora', 'llama3.2-3b-instruct'), ('smol', None),
+  ],
+)  # fmt: skip
+def test_a_name_with_an_addition_means_the_longest_known_beginning(name, meant):
+  known = iter(['llama3.2-3b', 'llama3.2-3b-instruct', 'smollm2-135m', 'smollm2-1.7b'])
+  assert did_you_mean(name, known) == (f'did you mean {meant!r}? ' if meant else '')
 
 
 def test_an_interrupt_is_not_taken_for_a_value_that_cannot_be_written():
