@@ -86,6 +86,18 @@ def test_a_change_is_named_where_a_phase_does_not_fit():
     assert ('What would help: --config.model.remat=True' in out.getvalue()) == (widest is large)
 
 
+def test_the_waits_for_memory_are_told_where_there_are_some():
+  run = programs.make_run(_config())
+  runs = sum(x.runs for x in programs.programs_of(run) if x.phase in ('rollout', 'update'))
+  for waits, words in ((0.0, ' s, '), (0.25, f' s ({0.25 * runs:.2f} s of them waiting for memory), ')):
+    cost = Cost(2**20, 0, 0, 0, 1.0, 1.0, Work(1.0, 1, {}, 0.0, 0.0, memory_waits=waits), True)
+    measured = [Measured(x, cost) for x in programs.programs_of(run)]
+    out = io.StringIO()
+    plan_report._write_time(run, estimate.estimate_of(run, TOPOLOGY, measured), TOPOLOGY, measured, out)
+    assert words in out.getvalue().split('Together ')[1].splitlines()[0]
+    assert ('waiting' in out.getvalue()) == bool(waits)
+
+
 def test_a_plan_tells_what_a_token_needs_of_a_model_with_experts():
   """As published: 30.5 billion parameters, of which 3.3 are active."""
   config = small_config(model__preset='qwen3-30b-a3b')
