@@ -54,8 +54,8 @@ def test_config_files_import_shipped_configs_from_any_folder(tmp_path):
   (other / 'configs' / '__init__.py').touch()
   (other / 'configs' / 'default.py').write_text('raise RuntimeError')
   (other / 'configs' / 'frozenlake_ppo.py').write_text(
-    'from ml_collections import ConfigDict\n\nfrom ragen_jax.runs.config_fields import sections\n\n\n'
-    'def get_config(model=""):\n  return ConfigDict({name: {} for name in sections()} | {"num_iterations": 1})\n'
+    'import ragen_jax\n\n\ndef get_config(model=""):\n'
+    '  return ragen_jax.load_config("sokoban_ppo", {"num_iterations": 1})\n'
   )
   own.mkdir()
   for folder in (own, other):
