@@ -89,7 +89,6 @@ CASES = {
   '7b h100:8 data': Case('qwen2.5-7b', 'h100:8', {}),
   '7b h100:8 fsdp': Case('qwen2.5-7b', 'h100:8', {'mesh.fsdp': 8}),
   '7b h100:8 mixed': Case('qwen2.5-7b', 'h100:8', {'mesh.fsdp': 2, 'mesh.tensor': 4}),
-  '30b-a3b lora v5p:2x2x1': Case('qwen3-30b-a3b-lora', 'v5p:2x2x1', {'mesh.expert': 4}),
 }  # fmt: skip
 QUICK = ('0.5b v5e:2x4', '0.5b h100:8')
 

@@ -193,7 +193,7 @@ def _write(
       (message,) = texts
       calls = [(call['function']['name'], call['function']['arguments']) for call in message.get('tool_calls', ())]
       thought, text = form.reply(message['content'])
-      if form.thoughts is Thoughts.PAST and rest.index(message) > asked:
+      if form.thoughts is Thoughts.PAST and any(message is x for x in rest[asked + 1 :]):
         thought = form.thought(message['content']) or (NO_THOUGHT if tools.empty_thoughts else '')
       written = tools.call_parts(_sent(calls), after_text=bool(text))
       parts += [form.assistant.before, thought + text, *written, form.assistant.after]

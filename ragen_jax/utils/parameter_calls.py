@@ -8,7 +8,8 @@ Turin
 </function>
 </tool_call>
 
-Texts are written as they are, other values as JSON; so the type of an argument is that of the tool's schema.
+Texts are written as they are, other values as JSON; some templates write true, false and null as Python does. So the
+schema of the tool tells the type of an argument.
 """
 
 from __future__ import annotations
